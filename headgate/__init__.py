@@ -1,0 +1,47 @@
+"""headgate: does this attention mechanism beat plain attention, by how much, at what cost?
+
+The public names are loaded on first use: importing the package, as the command line does, costs nothing.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from headgate.errors import HeadgateError
+from headgate.version import __version__
+
+if TYPE_CHECKING:
+    from headgate import mechanisms, ops
+    from headgate.mechanisms.base import build_mechanism, probe
+    from headgate.model.decoder import Decoder, build_model, load
+
+__all__ = [
+    "Decoder",
+    "HeadgateError",
+    "__version__",
+    "build_mechanism",
+    "build_model",
+    "load",
+    "mechanisms",
+    "ops",
+    "probe",
+]
+
+_HOME = {
+    "Decoder": "headgate.model.decoder",
+    "build_mechanism": "headgate.mechanisms.base",
+    "build_model": "headgate.model.decoder",
+    "load": "headgate.model.decoder",
+    "probe": "headgate.mechanisms.base",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("mechanisms", "ops"):
+        return importlib.import_module(f"headgate.{name}")
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'headgate' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

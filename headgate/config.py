@@ -1,0 +1,319 @@
+"""What a run is: frozen dataclasses, strict JSON in and out, dotted overrides.
+
+Every value is checked against its field's type when it comes in, and a key nobody knows is an error that
+names the closest one, so that no misspelt setting is ever silently ignored.
+"""
+
+import dataclasses
+import json
+import os
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from headgate.errors import HeadgateError, suggestion
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class MechanismSpec:
+    """A mechanism by name with the options that differ from its defaults; in text `name:option=value,...`."""
+
+    name: str
+    """A registered mechanism; `headgate mechanisms` lists them."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of this mechanism; what is absent comes from the model's shared options, then the defaults."""
+
+    @classmethod
+    def parse(cls, text: str) -> "MechanismSpec":
+        name, _, tail = text.partition(":")
+        options: dict[str, Any] = {}
+        for assignment in filter(None, tail.split(",")):
+            key, equals, value = assignment.partition("=")
+            if not equals:
+                raise HeadgateError(
+                    f"option {assignment!r} in {text!r} has no value; write name:option=value,option=value"
+                )
+            options[key.strip()] = _literal(value)
+        return cls(name.strip(), options)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A Qwen-architecture decoder and the attention mechanism of each of its layers."""
+
+    vocab_size: int
+    """Entries of the embedding; at least the tokenizer's."""
+    d_model: int
+    """Width C of the residual stream."""
+    n_layers: int
+    n_heads: int
+    """Query heads H."""
+    n_kv_heads: int
+    """Key and value heads G; H is a multiple of it."""
+    head_dim: int
+    """Width D of a head; even, for RoPE."""
+    d_mlp: int
+    """Hidden width of the SwiGLU MLP."""
+    mechanism: tuple[MechanismSpec, ...] = (MechanismSpec("full"),)
+    """Mechanism of the layers: one for all, or a pattern that repeats over them."""
+    shared_options: Mapping[str, Any] = field(default_factory=dict)
+    """Values for every mechanism with an option of that name, such as windows scaled to the context."""
+    qk_norm: bool = True
+    """RMSNorm on queries and keys (Qwen3); off for Qwen2."""
+    qkv_bias: bool = False
+    """Bias on the query, key and value projections (Qwen2)."""
+    tied_embeddings: bool = True
+    rope_theta: float = 1e6
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        require_at_least(
+            self, 1, "vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_mlp"
+        )
+        check_heads(self.n_heads, self.n_kv_heads)
+        if self.head_dim % 2:
+            raise HeadgateError(
+                f"head_dim={self.head_dim} is odd; RoPE turns pairs of dimensions, so choose an even one"
+            )
+        if not self.mechanism:
+            raise HeadgateError("mechanism=[] names no mechanism; give at least one, such as 'full'")
+
+    def layer_mechanism(self, layer: int) -> MechanismSpec:
+        return self.mechanism[layer % len(self.mechanism)]
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How a model is trained; the batch of one optimiser step is batch_size * accumulation sequences."""
+
+    context: int
+    """Tokens of a training sequence."""
+    batch_size: int
+    """Sequences of one forward pass over all processes."""
+    steps: int
+    """Optimiser steps."""
+    learning_rate: float
+    """Peak learning rate."""
+    accumulation: int = 1
+    """Forward passes whose gradients make one step."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    warmup_steps: int = 0
+    final_learning_rate: float = 0.0
+    """Where the cosine ends, as a share of the peak."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    """On matrices alone."""
+    clip: float = 1.0
+    """Largest norm of the gradient."""
+    gate_learning_rate: float = 1.0
+    """Learning rate of a mechanism's own parameters, as a multiple of the others'."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+
+    def __post_init__(self) -> None:
+        require_at_least(self, 1, "context", "batch_size", "steps", "accumulation")
+        require_at_least(self, 0, "warmup_steps", "weight_decay", "gate_learning_rate", "final_learning_rate")
+        for name in ("learning_rate", "eps", "clip"):
+            if not getattr(self, name) > 0:
+                raise HeadgateError(f"{name}={getattr(self, name)} must be above 0")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that decides a run's result, but for the data."""
+
+    model: ModelConfig
+    train: TrainConfig
+    seed: int = 0
+    """Seeds the weights (with each parameter's name) and the order of the data."""
+
+
+def check_heads(n_heads: int, n_kv_heads: int) -> None:
+    if n_kv_heads < 1 or n_heads % n_kv_heads:
+        raise HeadgateError(
+            f"n_heads={n_heads} is not a multiple of n_kv_heads={n_kv_heads}; "
+            "every key head must serve equally many query heads"
+        )
+
+
+def require_at_least(config: object, least: float, *names: str) -> None:
+    """Raise unless each named field is at least `least`; a field that is None is not judged."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not value >= least:
+            raise HeadgateError(f"{name}={value} is too small; it must be at least {least}")
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Plain JSON values; `from_dict` turns them back into an equal config."""
+    plain = _plain(config)
+    assert isinstance(plain, dict)
+    return plain
+
+
+def from_dict(cls: type[T], values: Mapping[str, Any], *, where: str = "") -> T:
+    """Build the dataclass `cls` from plain values; `where` is the dotted path that errors name."""
+    hints = typing.get_type_hints(cls)
+    known = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for key in values:
+        if key not in known:
+            raise HeadgateError(f"unknown key {_join(where, key)!r}; {suggestion(key, known)}")
+    given = {key: _checked(value, hints[key], _join(where, key)) for key, value in values.items()}
+    for name, f in known.items():
+        if (
+            name not in given
+            and f.default is dataclasses.MISSING
+            and f.default_factory is dataclasses.MISSING
+        ):
+            raise HeadgateError(f"key {_join(where, name)!r} is missing; it has no default")
+    return cls(**given)
+
+
+def load(cls: type[T], path: str | os.PathLike[str]) -> T:
+    """Read a config written by `save`, or by hand."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise HeadgateError(f"config {str(path)!r} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise HeadgateError(f"config {str(path)!r} is not UTF-8 text; expected JSON") from error
+    try:
+        values = json.loads(text, object_pairs_hook=_unique)
+    except json.JSONDecodeError as error:
+        raise HeadgateError(f"config {str(path)!r} is not JSON: line {error.lineno}: {error.msg}") from error
+    if not isinstance(values, dict):
+        raise HeadgateError(f"config {str(path)!r} holds a {type(values).__name__}; expected a JSON object")
+    return from_dict(cls, values)
+
+
+def save(config: Any, path: str | os.PathLike[str]) -> None:
+    """Write a config as JSON, whole or not at all."""
+    write_text(path, json.dumps(to_dict(config), indent=2, allow_nan=False) + "\n")
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a file under a temporary name, flush it to the disk, then rename it into place."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def override(config: T, assignments: Iterable[str]) -> T:
+    """A copy with assignments applied, such as `model.d_model=256`; a value is read as JSON, else as text."""
+    values = to_dict(config)
+    for assignment in assignments:
+        path, equals, text = assignment.partition("=")
+        if not equals:
+            raise HeadgateError(f"override {assignment!r} has no value; write it as model.d_model=256")
+        *parents, last = path.strip().split(".")
+        node, where = values, ""
+        for key in parents:
+            node, where = _child(node, key, where), _join(where, key)
+        if last not in node and not _is_options(where):
+            raise HeadgateError(f"unknown key {path.strip()!r}; {suggestion(last, node)}")
+        node[last] = _literal(text)
+    return from_dict(type(config), values)
+
+
+def _child(node: dict[str, Any], key: str, where: str) -> dict[str, Any]:
+    if key not in node:
+        raise HeadgateError(f"unknown key {_join(where, key)!r}; {suggestion(key, node)}")
+    child = node[key]
+    if not isinstance(child, dict):
+        raise HeadgateError(
+            f"{_join(where, key)!r} is a single value and has no keys of its own; assign to it whole"
+        )
+    return child
+
+
+def _is_options(where: str) -> bool:
+    """Options are open dictionaries here: the mechanism that takes them judges their names."""
+    return where.endswith("options")
+
+
+def _join(where: str, key: str) -> str:
+    return f"{where}.{key}" if where else key
+
+
+def _literal(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text.strip()
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise HeadgateError(f"key {twice!r} stands twice in one JSON object; keep one of them")
+    return result
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _checked(value: Any, hint: Any, where: str) -> Any:
+    """`value` as the type `hint` asks for, or an error that names `where`."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return value
+    if hint is MechanismSpec and isinstance(value, str):
+        return MechanismSpec.parse(value)
+    if dataclasses.is_dataclass(hint):
+        if isinstance(value, Mapping):
+            return from_dict(hint, value, where=where)  # type: ignore[arg-type]
+        if isinstance(value, hint):  # type: ignore[arg-type]
+            return value
+    elif origin is Literal:
+        if value in arguments:
+            return value
+        if isinstance(value, str):
+            raise HeadgateError(
+                f"{where}={value!r} is not a choice; {suggestion(value, map(str, arguments))}"
+            )
+    elif origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in arguments:
+            return None
+        (hint,) = (a for a in arguments if a is not type(None))
+        return _checked(value, hint, where)
+    elif origin is tuple:
+        if isinstance(value, str) or not isinstance(value, (list, tuple)):
+            value = [value]
+        if arguments[-1] is Ellipsis:
+            return tuple(_checked(item, arguments[0], f"{where}[{n}]") for n, item in enumerate(value))
+        if len(value) == len(arguments):
+            return tuple(
+                _checked(v, a, f"{where}[{n}]") for n, (v, a) in enumerate(zip(value, arguments, strict=True))
+            )
+    elif origin in (Mapping, dict) or origin is typing.get_origin(Mapping[str, Any]):
+        if isinstance(value, Mapping):
+            return dict(value)
+    elif hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    elif isinstance(value, hint) and isinstance(value, bool) == (hint is bool):
+        return value
+    expected = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(
+        hint, str(hint)
+    )
+    raise HeadgateError(f"{where}={value!r} is a {type(value).__name__}; expected {expected}")

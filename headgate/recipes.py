@@ -1,0 +1,116 @@
+"""Named starting points: functions that derive from one another; `config.override` changes any setting."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from headgate.config import Config, ModelConfig, TrainConfig
+from headgate.registry import Registry
+
+
+@dataclass(frozen=True)
+class Recipe:
+    make: Callable[[], Config]
+    parameters: int
+    """Parameters of the model with mechanism `full`; a test builds it and counts."""
+
+    @property
+    def summary(self) -> str:
+        return (self.make.__doc__ or "").strip().splitlines()[0]
+
+
+RECIPES: Registry[Recipe] = Registry("recipe")
+
+
+def recipe(name: str, *, parameters: int) -> Callable[[Callable[[], Config]], Callable[[], Config]]:
+    def add(make: Callable[[], Config]) -> Callable[[], Config]:
+        RECIPES.register(name)(Recipe(make, parameters))
+        return make
+
+    return add
+
+
+def get_recipe(name: str) -> Config:
+    return RECIPES.get(name).make()
+
+
+@recipe("tiny", parameters=1_262_976)
+def tiny() -> Config:
+    """A minute on two CPU cores; windows scaled so that they matter at a context of 256."""
+    return Config(
+        model=ModelConfig(
+            vocab_size=4096,
+            d_model=128,
+            n_layers=4,
+            n_heads=4,
+            n_kv_heads=2,
+            head_dim=32,
+            d_mlp=352,
+            shared_options={"window": 32, "max_window": 64, "dense_prefix": 64, "block": 16, "stride": 16},
+        ),
+        train=TrainConfig(
+            context=256, batch_size=8, steps=300, learning_rate=2e-3, warmup_steps=30, final_learning_rate=0.1
+        ),
+    )
+
+
+@recipe("small", parameters=6_691_584)
+def small() -> Config:
+    """An hour on a laptop, minutes on a GPU."""
+    base = tiny()
+    return replace(
+        base,
+        model=replace(
+            base.model,
+            vocab_size=8192,
+            d_model=256,
+            n_layers=6,
+            n_kv_heads=2,
+            head_dim=64,
+            d_mlp=768,
+            shared_options={"window": 128, "max_window": 256, "dense_prefix": 256, "block": 32, "stride": 32},
+        ),
+        train=replace(
+            base.train, context=1024, batch_size=4, steps=2000, learning_rate=1e-3, warmup_steps=100
+        ),
+    )
+
+
+@recipe("paper-134m", parameters=134_227_712)
+def paper_134m() -> Config:
+    """134M parameters, trained as the sparse-geometric paper says: 50,000 steps of 32 sequences."""
+    return Config(
+        model=ModelConfig(
+            vocab_size=151_936, d_model=512, n_layers=14, n_heads=12, n_kv_heads=12, head_dim=64, d_mlp=1600
+        ),
+        train=TrainConfig(
+            context=2048, batch_size=32, steps=50_000, learning_rate=6e-4, warmup_steps=500, precision="bf16"
+        ),
+    )
+
+
+@recipe("paper-134m-context-adaptive", parameters=134_227_712)
+def paper_134m_context_adaptive() -> Config:
+    """The same model, trained as the context-adaptive paper says: 512 sequences a step by accumulation."""
+    base = paper_134m()
+    train = replace(base.train, accumulation=16, steps=9_537, learning_rate=3e-4, betas=(0.9, 0.98))
+    return replace(base, train=train)
+
+
+@recipe("paper-1.5b", parameters=1_543_662_080)
+def paper_1_5b() -> Config:
+    """The sizes and training that the dynamic-sparse paper lists: 1.5B parameters, not its 134M."""
+    return Config(
+        model=ModelConfig(
+            vocab_size=151_936, d_model=1536, n_layers=28, n_heads=12, n_kv_heads=2, head_dim=128, d_mlp=8960
+        ),
+        train=TrainConfig(
+            context=32_768,
+            batch_size=2,
+            accumulation=16,
+            steps=399,
+            learning_rate=3e-4,
+            weight_decay=0.1,
+            warmup_steps=20,
+            precision="bf16",
+        ),
+    )
