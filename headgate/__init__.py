@@ -10,9 +10,12 @@ from headgate.errors import HeadgateError
 from headgate.version import __version__
 
 if TYPE_CHECKING:
-    from headgate import mechanisms, ops
+    from headgate import ops
     from headgate.mechanisms.base import build_mechanism, probe
     from headgate.model.decoder import Decoder, build_model, load
+
+    def mechanisms() -> list[str]: ...
+
 
 __all__ = [
     "Decoder",

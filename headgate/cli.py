@@ -14,7 +14,7 @@ def mechanisms(name: str | None = None, /) -> None:
     Args:
         name: The mechanism to show; all of them in a table when absent.
     """
-    from headgate.mechanisms.describe import print_all, print_one
+    from headgate.catalogue import print_all, print_one
 
     if name is None:
         print_all()

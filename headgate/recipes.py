@@ -53,7 +53,7 @@ def tiny() -> Config:
     )
 
 
-@recipe("small", parameters=6_691_584)
+@recipe("small", parameters=6_819_840)
 def small() -> Config:
     """An hour on a laptop, minutes on a GPU."""
     base = tiny()
@@ -75,7 +75,7 @@ def small() -> Config:
     )
 
 
-@recipe("paper-134m", parameters=134_227_712)
+@recipe("paper-134m", parameters=134_234_368)
 def paper_134m() -> Config:
     """134M parameters, trained as the sparse-geometric paper says: 50,000 steps of 32 sequences."""
     return Config(
@@ -88,7 +88,7 @@ def paper_134m() -> Config:
     )
 
 
-@recipe("paper-134m-context-adaptive", parameters=134_227_712)
+@recipe("paper-134m-context-adaptive", parameters=134_234_368)
 def paper_134m_context_adaptive() -> Config:
     """The same model, trained as the context-adaptive paper says: 512 sequences a step by accumulation."""
     base = paper_134m()
@@ -96,7 +96,7 @@ def paper_134m_context_adaptive() -> Config:
     return replace(base, train=train)
 
 
-@recipe("paper-1.5b", parameters=1_543_662_080)
+@recipe("paper-1.5b", parameters=1_543_664_128)
 def paper_1_5b() -> Config:
     """The sizes and training that the dynamic-sparse paper lists: 1.5B parameters, not its 134M."""
     return Config(

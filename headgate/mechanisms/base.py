@@ -1,0 +1,223 @@
+"""What a mechanism is: a module that turns queries, keys and values into attended values.
+
+Shapes everywhere: x (B,Tq,C) the newest tokens after the pre-attention norm; q (B,H,Tq,D); k, v (B,G,Tk,D)
+the keys and values known so far, of which the first has position `start` and the last Tq are the newest.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from headgate.config import check_heads, from_dict, require_at_least
+from headgate.errors import HeadgateError, suggestion
+from headgate.registry import Registry
+
+
+@dataclass(frozen=True)
+class MechanismOptions:
+    """Base of every mechanism's options: a frozen dataclass, each field followed by its one-line
+    docstring."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The sizes a mechanism works with."""
+
+    d_model: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        require_at_least(self, 1, "d_model", "n_heads", "n_kv_heads", "head_dim")
+        check_heads(self.n_heads, self.n_kv_heads)
+        if self.head_dim % 2:
+            raise HeadgateError(
+                f"head_dim={self.head_dim} is odd; RoPE turns pairs of dimensions, so make it even"
+            )
+
+
+class Mechanism(nn.Module):
+    """Subclass it in one file and decorate the class with `@register("name")`; nothing else needs to change.
+
+    A token's output may depend on its prefix alone: whole sequences, chunks over a cache and single tokens
+    must agree. The contract tests check this, and all else that is said below, for every registered name.
+    """
+
+    Options: ClassVar[type[MechanismOptions]] = MechanismOptions
+    ablations: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """Name of an ablation -> the options that make it."""
+
+    def __init__(self, heads: Heads, options: Any) -> None:
+        super().__init__()
+        self.heads = heads
+        self.options = options
+        self._observer: Callable[[str, Tensor], None] | None = None
+
+    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0) -> Tensor:
+        """The attended values (B,H,Tq,D). A mechanism with a `key_state` also takes `state=None`."""
+        raise NotImplementedError
+
+    def reference(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0) -> Tensor:
+        """The same as `forward`, dense and plain: the formula as it is written, and the truth for tests."""
+        raise NotImplementedError
+
+    def first_key(self, position: int) -> int:
+        """The earliest key that a query at `position` or later may need; the cache drops what lies before
+        it."""
+        raise NotImplementedError
+
+    def pairs(self, length: int) -> int:
+        """How many query-key pairs a head evaluates over `length` tokens."""
+        raise NotImplementedError
+
+    def key_state(self, k: Tensor) -> Tensor | None:
+        """Something computed per key (B,...,Tk,...) with Tk in dimension 2, kept in the cache beside k and
+        v."""
+        return None
+
+    def initialise(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
+        """Fill the parameter called `name` inside this mechanism; by default as the rest of the decoder."""
+        initialise_parameter(name, parameter, generator)
+
+    def observe(self, name: str, value: Tensor) -> None:
+        """Hand a value to an active `headgate.probe`; does nothing otherwise."""
+        if self._observer is not None:
+            self._observer(name, value)
+
+    @property
+    def observed(self) -> bool:
+        """Whether a probe is active, for values that cost something to compute."""
+        return self._observer is not None
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{f.name}={getattr(self.options, f.name)!r}" for f in fields(self.options))
+
+
+M = TypeVar("M", bound=type[Mechanism])
+MECHANISMS: Registry[type[Mechanism]] = Registry("mechanism", package="headgate.mechanisms")
+
+
+def register(name: str) -> Callable[[M], M]:
+    """Class decorator that gives a mechanism its name everywhere: command line, contract tests, reports."""
+
+    def add(mechanism: M) -> M:
+        MECHANISMS.register(name)(mechanism)
+        return mechanism
+
+    return add
+
+
+def make_options(
+    name: str, options: Mapping[str, Any], shared: Mapping[str, Any] | None = None
+) -> MechanismOptions:
+    """The mechanism's options from those given, then the shared ones it has, then its defaults."""
+    cls = MECHANISMS.get(name).Options
+    known = {f.name for f in fields(cls)}
+    for option in options:
+        if option not in known:
+            raise HeadgateError(f"{name} has no option {option!r}; {suggestion(option, known)}")
+    of_shared = {option: value for option, value in (shared or {}).items() if option in known}
+    try:
+        return from_dict(cls, {**of_shared, **options})
+    except HeadgateError as error:
+        raise HeadgateError(f"mechanism {name!r}: {error}") from None
+
+
+def check_shared_options(shared: Mapping[str, Any]) -> None:
+    """A shared option that no mechanism has would be ignored for ever: refuse it."""
+    known = {f.name for name in MECHANISMS.names() for f in fields(MECHANISMS.get(name).Options)}
+    for option in shared:
+        if option not in known:
+            raise HeadgateError(f"no mechanism has the shared option {option!r}; {suggestion(option, known)}")
+
+
+def build_mechanism(
+    name: str,
+    *,
+    d_model: int,
+    n_heads: int,
+    head_dim: int,
+    n_kv_heads: int | None = None,
+    seed: int = 0,
+    **options: Any,
+) -> Mechanism:
+    """A mechanism by itself, initialised, to be used in any transformer block."""
+    heads = Heads(d_model, n_heads, n_heads if n_kv_heads is None else n_kv_heads, head_dim)
+    mechanism = MECHANISMS.get(name)(heads, make_options(name, options))
+    initialise(mechanism, seed)
+    return mechanism
+
+
+def initialise(module: nn.Module, seed: int) -> None:
+    """Fill every parameter from a generator seeded by (seed, the parameter's name), so that two models share
+    bit for bit every weight they both have. Parameters on the meta device are left alone."""
+    mechanisms = {name: m for name, m in module.named_modules() if isinstance(m, Mechanism)}
+    for name, parameter in module.named_parameters():
+        if parameter.is_meta:
+            continue
+        digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=True))
+        fill, local = initialise_parameter, name
+        for prefix, mechanism in mechanisms.items():
+            if not prefix or name.startswith(prefix + "."):
+                fill, local = mechanism.initialise, name[len(prefix) :].lstrip(".")
+        drawn = torch.empty(
+            parameter.shape
+        )  # drawn on the CPU in fp32, so that device and dtype change nothing
+        with torch.no_grad():
+            fill(local, drawn, generator)
+            parameter.copy_(drawn)
+
+
+def initialise_parameter(name: str, parameter: Tensor, generator: torch.Generator) -> None:
+    """The decoder's rule: matrices normal with deviation 0.02, biases 0, norm weights 1."""
+    if name.endswith("bias"):
+        parameter.zero_()
+    elif parameter.ndim == 1:
+        parameter.fill_(1.0)
+    else:
+        parameter.normal_(0.0, 0.02, generator=generator)
+
+
+@contextmanager
+def probe(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
+    """Collect what the mechanisms inside `model` observe: {"layers.0.attention.mechanism.gate": [tensor,
+    ...]}.
+
+    One tensor a forward pass, detached, in the order of the passes.
+    """
+    seen: dict[str, list[Tensor]] = {}
+    mechanisms = [(name, m) for name, m in model.named_modules() if isinstance(m, Mechanism)]
+
+    def observer(prefix: str) -> Callable[[str, Tensor], None]:
+        def see(name: str, value: Tensor) -> None:
+            seen.setdefault(f"{prefix}.{name}" if prefix else name, []).append(value.detach())
+
+        return see
+
+    before = [m._observer for _, m in mechanisms]
+    for name, mechanism in mechanisms:
+        mechanism._observer = observer(name)
+    try:
+        yield seen
+    finally:
+        for (_, mechanism), earlier in zip(mechanisms, before, strict=True):
+            mechanism._observer = earlier
+
+
+def head_weights(gate: Tensor) -> Tensor:
+    """A gate per token and head (B,Tq,H) in the shape that multiplies attended values (B,H,Tq,1)."""
+    return gate.transpose(1, 2)[..., None]
+
+
+def require_all_keys(name: str, start: int) -> None:
+    if start:
+        raise HeadgateError(
+            f"{name} needs all keys, but the first one given has position start={start}; give start=0"
+        )

@@ -1,0 +1,48 @@
+"""combiner: the own block exactly, every earlier block by one summary (Combiner, arXiv 2107.05768).
+
+    one softmax over   q_i . k_j / sqrt(D)   for the keys j <= i of the query's own block
+                       q_i . m_b / sqrt(D)   for every earlier block b
+    m_b = elementwise maximum of the block's keys
+    value of block b = sum_j p(j) v_j,   p = softmax over the block of (m_b . k_j / sqrt(D))
+
+Combiner pools a block's queries for p; here its keys are pooled, so that cached keys suffice.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from headgate import ops
+from headgate.config import require_at_least
+from headgate.mechanisms.base import Mechanism, MechanismOptions, register, require_all_keys
+from headgate.ops import reference
+
+
+@dataclass(frozen=True)
+class CombinerOptions(MechanismOptions):
+    block: int = 64
+    """Keys of a block."""
+
+    def __post_init__(self) -> None:
+        require_at_least(self, 1, "block")
+
+
+@register("combiner")
+class Combiner(Mechanism):
+    Options = CombinerOptions
+    options: CombinerOptions
+
+    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0) -> Tensor:
+        require_all_keys("combiner", start)
+        return ops.combiner_attention(q, k, v, block=self.options.block)
+
+    def reference(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0) -> Tensor:
+        require_all_keys("combiner", start)
+        return reference.combiner_attention(q, k, v, block=self.options.block)
+
+    def first_key(self, position: int) -> int:
+        return 0
+
+    def pairs(self, length: int) -> int:
+        block = self.options.block
+        return sum(i % block + 1 + i // block for i in range(length))

@@ -1,0 +1,82 @@
+"""head-gated: a learned gate per head mixes a local window with global attention (Learned Head Gating).
+
+    g_i = sigmoid(W_g x_i + b_g)                      one value per head
+    out_i^h = g_i^h * local_i^h + (1 - g_i^h) * global_i^h
+    local: i-W <= j <= i     global: all j <= i
+
+The global branch is not computed beside the local one: the keys beyond the window are attended to by
+themselves, and global = merge(local, far) by their log-sum-exps. The cost is that of full attention.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from headgate import ops
+from headgate.config import require_at_least
+from headgate.mechanisms.base import Heads, Mechanism, MechanismOptions, head_weights, register
+from headgate.ops import reference
+
+
+@dataclass(frozen=True)
+class HeadGatedOptions(MechanismOptions):
+    window: int = 256
+    """Reach of the local branch: keys at a distance up to this."""
+    gate: Literal["learned", "half", "local", "global"] = "learned"
+    """The mix: learned, or fixed at one half, at local alone, at global alone."""
+
+    def __post_init__(self) -> None:
+        require_at_least(self, 1, "window")
+
+
+@register("head-gated")
+class HeadGated(Mechanism):
+    Options = HeadGatedOptions
+    options: HeadGatedOptions
+    ablations = {
+        "no-gate": {"gate": "half"},
+        "local-only": {"gate": "local"},
+        "global-only": {"gate": "global"},
+    }
+
+    def __init__(self, heads: Heads, options: HeadGatedOptions) -> None:
+        super().__init__(heads, options)
+        self.gate = nn.Linear(heads.d_model, heads.n_heads) if options.gate == "learned" else None
+
+    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0) -> Tensor:
+        o = self.options
+        if o.gate == "global":
+            return ops.causal_attention(q, k, v, start=start)
+        if o.gate == "local":
+            return ops.window_attention(q, k, v, o.window, start=start)
+        local, local_lse = ops.span_attention(q, k, v, window=o.window, start=start)
+        far, far_lse = ops.far_attention(q, k, v, o.window, start=start)
+        near = q.shape[2] - far.shape[2]  # queries whose every key lies in the window
+        # global = (1 - s) * local + s * far with s the far keys' share of the softmax, so
+        # g * local + (1 - g) * global = local + (1 - g) * s * (far - local).
+        share = (far_lse - local_lse[:, :, near:]).sigmoid()[..., None].to(far.dtype)
+        if self.gate is None:
+            openness: Tensor | float = 0.5
+        else:
+            gate = self.gate(x).sigmoid()
+            self.observe("gate", gate)
+            openness = 1 - head_weights(gate)[:, :, near:]
+        mixed = local[:, :, near:] + openness * share * (far - local[:, :, near:])
+        return torch.cat([local[:, :, :near], mixed], 2)
+
+    def reference(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0) -> Tensor:
+        local, _ = reference.span_attention(q, k, v, window=self.options.window, start=start)
+        everything, _ = reference.span_attention(q, k, v, start=start)
+        fixed = {"half": 0.5, "local": 1.0, "global": 0.0}
+        g = fixed[self.options.gate] if self.gate is None else head_weights(self.gate(x).sigmoid())
+        return g * local + (1 - g) * everything
+
+    def first_key(self, position: int) -> int:
+        return max(0, position - self.options.window) if self.options.gate == "local" else 0
+
+    def pairs(self, length: int) -> int:
+        if self.options.gate == "local":
+            return sum(min(i, self.options.window) + 1 for i in range(length))
+        return length * (length + 1) // 2

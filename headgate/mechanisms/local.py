@@ -1,0 +1,51 @@
+"""local: sliding-window attention (Longformer, arXiv 2004.05150).
+
+    out_i = softmax over i-W <= j <= i, and j < global_tokens, of (q_i . k_j / sqrt(D)) v_j
+
+A window of W is W + 1 keys. With global tokens the cache keeps every key, but only the window and the global
+tokens are computed.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from headgate import ops
+from headgate.config import require_at_least
+from headgate.mechanisms.base import Mechanism, MechanismOptions, register
+from headgate.ops import reference
+
+
+@dataclass(frozen=True)
+class LocalOptions(MechanismOptions):
+    window: int = 256
+    """Keys at a distance up to this are visible."""
+    global_tokens: int = 0
+    """The first tokens of the sequence that stay visible to every query."""
+
+    def __post_init__(self) -> None:
+        require_at_least(self, 1, "window")
+        require_at_least(self, 0, "global_tokens")
+
+
+@register("local")
+class Local(Mechanism):
+    Options = LocalOptions
+    options: LocalOptions
+
+    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0) -> Tensor:
+        o = self.options
+        return ops.window_attention(q, k, v, o.window, global_tokens=o.global_tokens, start=start)
+
+    def reference(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0) -> Tensor:
+        o = self.options
+        return reference.span_attention(q, k, v, window=o.window, global_tokens=o.global_tokens, start=start)[
+            0
+        ]
+
+    def first_key(self, position: int) -> int:
+        return 0 if self.options.global_tokens else max(0, position - self.options.window)
+
+    def pairs(self, length: int) -> int:
+        o = self.options
+        return sum(min(i, o.window) + 1 + min(o.global_tokens, max(0, i - o.window)) for i in range(length))

@@ -1,0 +1,59 @@
+"""positional: a learned prior over distances in the logits ("Probabilistic Positional Attention").
+
+    out_i^h = softmax over j <= i of (q_i . k_j / sqrt(D) + log(P_h(i - j) + 1e-6)) v_j
+    P_h = a mixture of 4 Gaussians over log2(1 + distance)
+
+The dynamic-sparse paper lists this baseline by name alone and no public description was found: this is our
+reading.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from headgate import ops
+from headgate.mechanisms.base import Heads, Mechanism, MechanismOptions, register
+from headgate.ops import reference
+
+COMPONENTS = 4
+FARTHEST = 12.0
+"""Where the last component starts, in log2(1 + distance): 4,095 tokens away."""
+
+
+@register("positional")
+class Positional(Mechanism):
+    def __init__(self, heads: Heads, options: MechanismOptions) -> None:
+        super().__init__(heads, options)
+        self.mean = nn.Parameter(torch.empty(heads.n_heads, COMPONENTS))
+        self.log_std = nn.Parameter(torch.empty(heads.n_heads, COMPONENTS))
+        self.weight = nn.Parameter(torch.empty(heads.n_heads, COMPONENTS))
+
+    def initialise(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
+        if name == "mean":
+            parameter.copy_(torch.linspace(0.0, FARTHEST, COMPONENTS).expand_as(parameter))
+        else:
+            parameter.zero_()
+
+    def log_prior(self, distances: int) -> Tensor:
+        """log(P_h(d) + 1e-6) for the distances d = 0, 1, ...: (H,distances)."""
+        d = torch.arange(distances, device=self.mean.device, dtype=self.mean.dtype)
+        z = (torch.log2(1 + d)[:, None, None] - self.mean) / self.log_std.exp()  # (distances,H,4)
+        density = torch.exp(-z.square() / 2) / (self.log_std.exp() * math.sqrt(2 * math.pi))
+        return ((density * self.weight.softmax(-1)).sum(-1) + 1e-6).log().T
+
+    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0) -> Tensor:
+        return ops.distance_biased_attention(q, k, v, self.log_prior(k.shape[2]).to(q.dtype), start=start)
+
+    def reference(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0) -> Tensor:
+        i, j = reference.positions(q, k, start)
+        u = torch.log2(1 + (i - j).clamp(min=0).to(q.dtype))[..., None, None]  # (Tq,Tk,1,1)
+        gaussians = torch.distributions.Normal(self.mean, self.log_std.exp()).log_prob(u).exp()
+        prior = (gaussians * self.weight.softmax(-1)).sum(-1).movedim(-1, 0)  # (H,Tq,Tk)
+        return reference.attend(reference.logits(q, k) + (prior + 1e-6).log(), j <= i, q, v)[0]
+
+    def first_key(self, position: int) -> int:
+        return 0
+
+    def pairs(self, length: int) -> int:
+        return length * (length + 1) // 2

@@ -1,0 +1,246 @@
+"""The Qwen decoder: pre-norm RMSNorm, grouped-query attention with RoPE, SwiGLU; a mechanism in every layer.
+
+Shapes: tokens (B,T), x (B,T,C), q (B,H,T,D), k and v (B,G,T,D), logits (B,T,V).
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from headgate.config import Config, MechanismSpec, ModelConfig, from_dict, to_dict
+from headgate.errors import HeadgateError, suggestion
+from headgate.mechanisms.base import MECHANISMS, Heads, check_shared_options, initialise, make_options
+from headgate.model.cache import Cache, LayerCache
+from headgate.recipes import get_recipe
+
+LOSS_CHUNK_ELEMENTS = 1 << 25
+"""Logits held at once while the loss is computed: 128 MB in fp32."""
+
+
+def rotation(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """RoPE's cosines and sines (T,D/2), in fp32 whatever the model's dtype."""
+    exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
+    angle = positions[:, None].float() * theta**-exponent
+    return angle.cos(), angle.sin()
+
+
+def rotate(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn (B,heads,T,D) by its positions; dimension d is paired with d + D/2, as Qwen does."""
+    a, b = t.chunk(2, dim=-1)
+    cos, sin = cos.to(t.dtype), sin.to(t.dtype)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig, spec: MechanismSpec) -> None:
+        super().__init__()
+        c, h, g, d = config.d_model, config.n_heads, config.n_kv_heads, config.head_dim
+        self.head_dim = d
+        self.q_proj = nn.Linear(c, h * d, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(c, g * d, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(c, g * d, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(h * d, c, bias=False)
+        self.q_norm = nn.RMSNorm(d, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(d, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        options = make_options(spec.name, spec.options, config.shared_options)
+        self.mechanism = MECHANISMS.get(spec.name)(Heads(c, h, g, d), options)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None) -> Tensor:
+        q = rotate(self.q_norm(self._heads(self.q_proj(x))), cos, sin)
+        k = rotate(self.k_norm(self._heads(self.k_proj(x))), cos, sin)
+        v = self._heads(self.v_proj(x))
+        if cache is None:
+            out = self.mechanism(x, q, k, v)
+        else:
+            state = self.mechanism.key_state(k)
+            k, v, *states = cache.append(k, v, *(() if state is None else (state,)))
+            held = {"state": states[0]} if states else {}
+            out = self.mechanism(x, q, k, v, start=cache.start, **held)
+            cache.drop_before(self.mechanism.first_key(cache.start + k.shape[2]))
+        return cast(Tensor, self.o_proj(out.transpose(1, 2).flatten(2)))
+
+    def _heads(self, t: Tensor) -> Tensor:
+        return t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+class MLP(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.d_model, config.d_mlp, bias=False)
+        self.up_proj = nn.Linear(config.d_model, config.d_mlp, bias=False)
+        self.down_proj = nn.Linear(config.d_mlp, config.d_model, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))
+
+
+class Layer(nn.Module):
+    def __init__(self, config: ModelConfig, spec: MechanismSpec) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        self.attention = Attention(config, spec)
+        self.mlp_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin, cache)
+        return cast(Tensor, x + self.mlp(self.mlp_norm(x)))
+
+
+class Decoder(nn.Module):
+    """decoder(tokens) -> logits; decoder(tokens, targets) -> mean loss; with a cache, tokens are the next
+    ones."""
+
+    def __init__(self, config: ModelConfig, *, seed: int = 0) -> None:
+        super().__init__()
+        check_shared_options(config.shared_options)
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.layers = nn.ModuleList(Layer(config, config.layer_mechanism(n)) for n in range(config.n_layers))
+        self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        if not config.tied_embeddings:
+            self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        initialise(self, seed)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, *, cache: Cache | None = None) -> Tensor:
+        """Logits (B,T,V), or with targets the mean cross-entropy over those that are not -100.
+
+        The loss never holds the logits of the whole batch: they are made and used up in chunks.
+        """
+        x = self.hidden(tokens, cache=cache)
+        if targets is None:
+            return F.linear(x, self.head_weight)
+        if targets.shape != tokens.shape:
+            given, expected = tuple(targets.shape), tuple(tokens.shape)
+            raise HeadgateError(f"targets have shape {given}; expected the tokens' shape {expected}")
+        chunk = max(64, min(1024, LOSS_CHUNK_ELEMENTS // self.config.vocab_size))
+        options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=min(chunk, targets.numel()))
+        return F.linear_cross_entropy(
+            x.flatten(0, 1), self.head_weight, targets.flatten(), ignore_index=-100, options=options
+        )
+
+    def hidden(self, tokens: Tensor, *, cache: Cache | None = None) -> Tensor:
+        """The final states (B,T,C), after the last norm."""
+        if tokens.ndim != 2 or tokens.shape[1] == 0:
+            raise HeadgateError(
+                f"tokens have shape {tuple(tokens.shape)}; expected (B,T) with at least one token"
+            )
+        first = 0 if cache is None else cache.length
+        positions = torch.arange(first, first + tokens.shape[1], device=tokens.device)
+        cos, sin = rotation(positions, self.config.head_dim, self.config.rope_theta)
+        x = self.embedding(tokens)
+        for n, layer in enumerate(self.layers):
+            x = layer(x, cos, sin, None if cache is None else cache.layers[n])
+        if cache is not None:
+            cache.length += tokens.shape[1]
+        return cast(Tensor, self.norm(x))
+
+    @property
+    def head_weight(self) -> Tensor:
+        return self.embedding.weight if self.config.tied_embeddings else self.head.weight
+
+    def new_cache(self) -> Cache:
+        return Cache(len(self.layers))
+
+    def parameter_count(self) -> int:
+        return sum(p.numel() for p in self.parameters())
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write one safetensors file that `headgate.load` reads: the weights, and the config in its
+        header."""
+        path = Path(path)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
+        try:
+            save_file(
+                tensors, temporary, metadata={"format": "pt", "headgate": json.dumps(to_dict(self.config))}
+            )
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def build_model(
+    recipe_or_config: str | Config | ModelConfig,
+    mechanism: str | Sequence[str] | None = None,
+    *,
+    seed: int | None = None,
+    **options: Any,
+) -> Decoder:
+    """A decoder from a recipe's name or a config, with this mechanism in its layers.
+
+    A list of mechanisms is a pattern that repeats over the layers. Options go to every mechanism of the
+    pattern that has them; one that none has is an error.
+    """
+    given = get_recipe(recipe_or_config) if isinstance(recipe_or_config, str) else recipe_or_config
+    config = given.model if isinstance(given, Config) else given
+    if seed is None:
+        seed = given.seed if isinstance(given, Config) else 0
+    return Decoder(with_mechanism(config, mechanism, **options), seed=seed)
+
+
+def with_mechanism(
+    config: ModelConfig, mechanism: str | Sequence[str] | None = None, **options: Any
+) -> ModelConfig:
+    """The config with another mechanism (None keeps its own) and options for those that have them."""
+    names = [mechanism] if isinstance(mechanism, str) else mechanism
+    specs = config.mechanism if names is None else tuple(map(MechanismSpec.parse, names))
+    if not specs:
+        raise HeadgateError("mechanism=[] names no mechanism; give at least one, such as 'full'")
+    known = [set(MECHANISMS.get(spec.name).Options.__dataclass_fields__) for spec in specs]
+    for option in options:
+        if not any(option in names for names in known):
+            among = suggestion(option, set.union(*known))
+            raise HeadgateError(f"{' and '.join(s.name for s in specs)} has no option {option!r}; {among}")
+    return replace(
+        config,
+        mechanism=tuple(
+            MechanismSpec(
+                spec.name, {**spec.options, **{o: value for o, value in options.items() if o in names}}
+            )
+            for spec, names in zip(specs, known, strict=True)
+        ),
+    )
+
+
+def load(path: str | os.PathLike[str]) -> Decoder:
+    """The decoder in a safetensors file that `Decoder.save` wrote, or in a folder with a
+    model.safetensors."""
+    path = Path(path)
+    file = path / "model.safetensors" if path.is_dir() else path
+    if not file.is_file():
+        raise HeadgateError(
+            f"{str(path)!r} holds no model; expected a .safetensors file or a folder with model.safetensors"
+        )
+    try:
+        with safe_open(file, framework="pt") as opened:
+            metadata = opened.metadata() or {}
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise HeadgateError(
+            f"{str(file)!r} is not a whole safetensors file ({error}); write it with Decoder.save"
+        ) from None
+    if "headgate" not in metadata:
+        raise HeadgateError(f"{str(file)!r} has no headgate config in its header; write it with Decoder.save")
+    config = from_dict(ModelConfig, json.loads(metadata["headgate"]))
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    expected = {name: tuple(tensor.shape) for name, tensor in decoder.state_dict().items()}
+    given = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    for name in sorted(expected.keys() | given.keys()):
+        if expected.get(name) != given.get(name):
+            raise HeadgateError(
+                f"{str(file)!r} does not fit its config: {name} is {given.get(name, 'missing')}, "
+                f"expected {expected.get(name, 'nothing of that name')}"
+            )
+    decoder.load_state_dict(tensors, assign=True)
+    return decoder

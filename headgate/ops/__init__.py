@@ -1,0 +1,26 @@
+"""Attention as pure tensor functions: q (B,H,Tq,D), k and v (B,G,Tk,D) whose last Tq are the queries' own."""
+
+from headgate.ops.blocks import block_selected_attention, selection_recall
+from headgate.ops.combiner import combiner_attention
+from headgate.ops.dispatch import explain, paths_taken
+from headgate.ops.distance import distance_biased_attention
+from headgate.ops.pair_gate import pair_gated_attention
+from headgate.ops.span import causal_attention, far_attention, span_attention, window_attention
+from headgate.ops.strided import strided_attention
+from headgate.ops.top_k import top_k_attention
+
+__all__ = [
+    "block_selected_attention",
+    "causal_attention",
+    "combiner_attention",
+    "distance_biased_attention",
+    "explain",
+    "far_attention",
+    "pair_gated_attention",
+    "paths_taken",
+    "selection_recall",
+    "span_attention",
+    "strided_attention",
+    "top_k_attention",
+    "window_attention",
+]

@@ -1,0 +1,146 @@
+"""The truth: every op as dense attention over all pairs, with the arguments of its fast twin.
+
+Shapes: q (B,H,Tq,D); k, v (B,G,Tk,D), H a multiple of G. The first key has position `start`, the last Tq keys
+belong to the queries, so query row r has position start + Tk - Tq + r. Causal always: j <= i.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def positions(q: Tensor, k: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
+    """Query positions i (Tq,1) and key positions j (1,Tk)."""
+    j = torch.arange(start, start + k.shape[2], device=k.device)
+    return j[k.shape[2] - q.shape[2] :, None], j[None, :]
+
+
+def per_head(q: Tensor, kv: Tensor) -> Tensor:
+    """Keys or values (B,G,Tk,D) repeated for the query heads they serve: (B,H,Tk,D)."""
+    return kv.repeat_interleave(q.shape[1] // kv.shape[1], dim=1)
+
+
+def logits(q: Tensor, k: Tensor) -> Tensor:
+    return q @ per_head(q, k).mT / math.sqrt(q.shape[-1])  # (B,H,Tq,Tk)
+
+
+def attend(scores: Tensor, allowed: Tensor, q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax over the allowed pairs: the output (B,H,Tq,D) and the log-sum-exp of the scores (B,H,Tq)."""
+    scores = scores.masked_fill(~allowed, -math.inf)
+    return scores.softmax(-1) @ per_head(q, v), scores.logsumexp(-1)
+
+
+def in_span(
+    i: Tensor, j: Tensor, window: int | None, dense_prefix: int = 0, global_tokens: int = 0
+) -> Tensor:
+    near = (i < dense_prefix) | (j < global_tokens)
+    return (j <= i) & (near | (i - j <= window) if window is not None else near | True)
+
+
+def span_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int | None = None,
+    dense_prefix: int = 0,
+    global_tokens: int = 0,
+    ring: int = 0,
+    ring_log_weight: Tensor | None = None,
+    start: int = 0,
+) -> tuple[Tensor, Tensor]:
+    i, j = positions(q, k, start)
+    scores, allowed = logits(q, k), in_span(i, j, window, dense_prefix, global_tokens)
+    if ring_log_weight is not None:
+        assert window is not None
+        in_ring = (i - j > window) & (i - j <= ring)
+        scores = scores + torch.where(in_ring, ring_log_weight[..., None], 0.0)
+        allowed = allowed | in_ring
+    return attend(scores, allowed, q, v)
+
+
+def strided_attention(q: Tensor, k: Tensor, v: Tensor, *, window: int, stride: int) -> Tensor:
+    i, j = positions(q, k)
+    return attend(logits(q, k), (j <= i) & ((i - j <= window) | (j % stride == 0)), q, v)[0]
+
+
+def pair_gate(query_half: Tensor, key_half: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    """The gate's logit of every pair (B,H,Tq,Tk) from its halves (B,H,Tq,M) and (B,H,Tk,M)."""
+    hidden = F.gelu(query_half[:, :, :, None] + key_half[:, :, None], approximate="tanh")
+    return torch.einsum("bhijm,hm->bhij", hidden, w2) + b2[:, None, None]
+
+
+def pair_gated_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_half: Tensor,
+    key_half: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+    *,
+    form: str,
+    window: int | None = None,
+    start: int = 0,
+) -> Tensor:
+    i, j = positions(q, k, start)
+    gate, scores = pair_gate(query_half, key_half, w2, b2), logits(q, k)
+    scores = scores * gate.sigmoid() if form == "multiply" else scores + F.logsigmoid(gate)
+    return attend(scores, in_span(i, j, window), q, v)[0]
+
+
+def distance_biased_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, start: int = 0) -> Tensor:
+    i, j = positions(q, k, start)
+    return attend(logits(q, k) + bias[:, (i - j).clamp(min=0)], j <= i, q, v)[0]
+
+
+def top_count(i: Tensor, scale: float) -> Tensor:
+    """k_i = ceil(scale * sqrt(i + 1)), in double precision so that perfect squares stay exact."""
+    return torch.ceil(scale * torch.sqrt(i.double() + 1)).long()
+
+
+def best(scores: Tensor, allowed: Tensor, count: Tensor) -> Tensor:
+    """Which entries of the last dimension are among the `count` highest allowed ones; ties go to the
+    later."""
+    scores = scores.masked_fill(~allowed, -math.inf).flip(-1)
+    rank = scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1).flip(-1)
+    return allowed & (rank < count)
+
+
+def top_k_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float = 1.0) -> Tensor:
+    i, j = positions(q, k)
+    scores = logits(q, k)
+    return attend(scores, best(scores, (j <= i).expand_as(scores), top_count(i, scale)), q, v)[0]
+
+
+def selected_blocks(q: Tensor, k: Tensor, *, block: int, scale: float) -> Tensor:
+    """Which complete past blocks each query attends to: (B,H,Tq,blocks)."""
+    i, _ = positions(q, k)
+    n = k.shape[2] // block
+    means = k[:, :, : n * block].unflatten(2, (n, block)).mean(3)
+    past = torch.arange(n, device=q.device) < i // block
+    count = -(-top_count(i, scale) // block)
+    scores = q @ per_head(q, means).mT
+    return best(scores, past.expand_as(scores), count)
+
+
+def block_selected_attention(q: Tensor, k: Tensor, v: Tensor, *, block: int, scale: float = 1.0) -> Tensor:
+    i, j = positions(q, k)
+    chosen = selected_blocks(q, k, block=block, scale=scale).repeat_interleave(block, dim=-1)
+    chosen = F.pad(chosen, (0, k.shape[2] - chosen.shape[-1]))
+    return attend(logits(q, k), (j <= i) & ((j // block == i // block) | chosen), q, v)[0]
+
+
+def combiner_attention(q: Tensor, k: Tensor, v: Tensor, *, block: int) -> Tensor:
+    i, j = positions(q, k)
+    n = k.shape[2] // block
+    k_blocks, v_blocks = (t[:, :, : n * block].unflatten(2, (n, block)) for t in (k, v))
+    summary_k = k_blocks.amax(3)  # (B,G,n,D)
+    inside = torch.einsum("bgnd,bgnjd->bgnj", summary_k, k_blocks) / math.sqrt(q.shape[-1])
+    summary_v = torch.einsum("bgnj,bgnjd->bgnd", inside.softmax(-1), v_blocks)
+    own = (j <= i) & (j // block == i // block)
+    earlier = torch.arange(n, device=q.device) < i // block
+    keys, values = torch.cat([k, summary_k], 2), torch.cat([v, summary_v], 2)
+    return attend(logits(q, keys), torch.cat([own, earlier], -1), q, values)[0]

@@ -1,0 +1,27 @@
+"""Plain-PyTorch attention in query tiles: recomputed in the backward, so memory is linear in T."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+TILE_ELEMENTS = 1 << 22
+"""Scores that one tile holds at most, about 16 MB in fp32: big enough for matrix products, small beside T x
+T."""
+
+
+def query_tiles(queries: int, row_elements: int, *, most: int = 256) -> Iterator[tuple[int, int]]:
+    """Ranges of queries whose tiles hold at most TILE_ELEMENTS when a query's row holds `row_elements`."""
+    size = max(1, min(most, TILE_ELEMENTS // max(1, row_elements)))
+    for first in range(0, queries, size):
+        yield first, min(first + size, queries)
+
+
+def recomputed(tile: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
+    """tile(*tensors), forgetting what lies between inputs and output until the backward asks for it."""
+    if not torch.is_grad_enabled():
+        return tile(*tensors)
+    result = checkpoint(tile, *tensors, use_reentrant=False, preserve_rng_state=False)
+    assert isinstance(result, Tensor)
+    return result
