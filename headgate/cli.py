@@ -64,3 +64,7 @@ def main() -> None:
         sys.exit(2)
     except BrokenPipeError:
         sys.stderr.close()  # the reader has left, as `| head` does; nothing is wrong here
+
+
+if __name__ == "__main__":
+    main()

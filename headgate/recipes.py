@@ -105,7 +105,7 @@ def paper_1_5b() -> Config:
         ),
         train=TrainConfig(
             context=32_768,
-            batch_size=2,
+            batch_size=32,
             accumulation=16,
             steps=399,
             learning_rate=3e-4,

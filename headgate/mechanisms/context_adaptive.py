@@ -117,7 +117,7 @@ class ContextAdaptive(Mechanism):
 
     def reference(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0) -> Tensor:
         o = self.options
-        w = None if self.width is None else self.width(x).sigmoid().log().transpose(1, 2)
+        w = None if self.width is None else F.logsigmoid(self.width(x)).transpose(1, 2)
         ring = 0 if w is None else o.max_window
         local, _ = reference.span_attention(
             q, k, v, window=o.window, ring=ring, ring_log_weight=w, start=start

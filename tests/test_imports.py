@@ -1,0 +1,62 @@
+"""Imports point one way, and the light parts stay light."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "headgate"
+# A room may import itself and those that stand before it on its line.
+BASE = ["errors", "version", "config", "registry"]
+LINES = [
+    [*BASE, "recipes", "ops", "mechanisms", "model", "train", "study"],
+    [*BASE, "data", "train"],
+    [*BASE, "report"],
+]
+TOP = {"cli", "catalogue", "__init__"}  # they tie the rooms together
+
+
+def imported_rooms(path: Path) -> set[str]:
+    """The headgate rooms a file imports, inside functions too, but not those for type checkers alone."""
+    rooms: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "headgate":
+            parts = node.module.split(".")
+            rooms |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            rooms |= {a.name.split(".")[1] for a in node.names if a.name.startswith("headgate.")}
+    return rooms
+
+
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_point_one_way(path: Path) -> None:
+    room = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    if room in TOP:
+        return
+    allowed = {room}
+    for line in LINES:
+        if room in line:
+            allowed |= set(line[: line.index(room)])
+    assert imported_rooms(path) <= allowed, f"{room} imports {imported_rooms(path) - allowed}"
+
+
+def test_every_room_is_on_a_line() -> None:
+    rooms = {path.relative_to(ROOT).parts[0].removesuffix(".py") for path in FILES}
+    assert rooms <= TOP | {room for line in LINES for room in line}
+
+
+@pytest.mark.parametrize("module", ["headgate", "headgate.cli", "headgate.config", "headgate.recipes"])
+def test_light_modules_do_not_import_heavy_ones(module: str) -> None:
+    script = f"import sys, {module}; print(sorted({{'torch', 'numpy', 'tyro', 'rich'}} & set(sys.modules)))"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+def test_report_never_imports_torch() -> None:
+    for path in (ROOT / "report").rglob("*.py"):
+        assert "import torch" not in path.read_text(encoding="utf-8")
