@@ -3,6 +3,7 @@
 import inspect
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from headgate.errors import HeadgateError, suggestion
 from headgate.version import __version__
@@ -22,7 +23,61 @@ def mechanisms(name: str | None = None, /) -> None:
         print_one(name)
 
 
-COMMANDS: dict[str, Callable[..., None]] = {"mechanisms": mechanisms}
+def bench(
+    *,
+    lengths: tuple[int, ...] = (512, 1024, 2048, 4096),
+    mechanisms: tuple[str, ...] | None = None,
+    batch: int = 1,
+    heads: int = 8,
+    kv_heads: int | None = None,
+    head_dim: int = 64,
+    window: int = 256,
+    peers: bool = True,
+    memory: bool = True,
+    seconds: float = 6.0,
+    threads: int | None = None,
+    json: Path | None = None,
+    figure: Path | None = None,
+) -> None:
+    """Measure what every attention op and mechanism costs here, against causal SDPA and other packages.
+
+    Args:
+        lengths: Sequence lengths to measure at.
+        mechanisms: Mechanisms (name:option=value allowed) or ops to measure; all of both when absent.
+        batch: Sequences at once.
+        heads: Query heads.
+        kv_heads: Key and value heads; as many as query heads when absent.
+        head_dim: Width of a head.
+        window: Window of everything that has one.
+        peers: Measure other packages beside ours, where they are installed.
+        memory: Measure peak memory too, each case in a fresh process.
+        seconds: About how long a case is measured at a length, within 3 to 30 rounds.
+        threads: Threads to use; as PyTorch chooses when absent.
+        json: Write all figures to this file.
+        figure: Draw time against length into this .html, .png or .svg file.
+    """
+    import torch
+
+    from headgate.study.bench import bench
+    from headgate.study.speed import Shape
+
+    if threads is not None:
+        if threads < 1:
+            raise HeadgateError(f"threads={threads} is too small; it must be at least 1")
+        torch.set_num_threads(threads)
+    bench(
+        Shape(batch, heads, heads if kv_heads is None else kv_heads, head_dim, window),
+        lengths=lengths,
+        names=mechanisms,
+        peers=peers,
+        memory=memory,
+        seconds=seconds,
+        json_path=json,
+        figure_path=figure,
+    )
+
+
+COMMANDS: dict[str, Callable[..., None]] = {"mechanisms": mechanisms, "bench": bench}
 
 
 def overview() -> str:

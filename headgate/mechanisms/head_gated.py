@@ -18,6 +18,7 @@ from headgate import ops
 from headgate.config import require_at_least
 from headgate.mechanisms.base import Heads, Mechanism, MechanismOptions, head_weights, register
 from headgate.ops import reference
+from headgate.ops.merge import merged
 
 
 @dataclass(frozen=True)
@@ -54,16 +55,13 @@ class HeadGated(Mechanism):
         local, local_lse = ops.span_attention(q, k, v, window=o.window, start=start)
         far, far_lse = ops.far_attention(q, k, v, o.window, start=start)
         near = q.shape[2] - far.shape[2]  # queries whose every key lies in the window
-        # global = (1 - s) * local + s * far with s the far keys' share of the softmax, so
-        # g * local + (1 - g) * global = local + (1 - g) * s * (far - local).
-        share = (far_lse - local_lse[:, :, near:]).sigmoid()[..., None].to(far.dtype)
         if self.gate is None:
             openness: Tensor | float = 0.5
         else:
             gate = self.gate(x).sigmoid()
             self.observe("gate", gate)
             openness = 1 - head_weights(gate)[:, :, near:]
-        mixed = local[:, :, near:] + openness * share * (far - local[:, :, near:])
+        mixed = merged(local[:, :, near:], local_lse[:, :, near:], far, far_lse, openness)
         return torch.cat([local[:, :, :near], mixed], 2)
 
     def reference(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0) -> Tensor:

@@ -1,0 +1,1 @@
+"""Comparisons: what a mechanism costs and what it gains."""
