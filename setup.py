@@ -52,7 +52,7 @@ class BuildKernels(build_ext):
     def compile_level(self, compiler: str, level: str) -> str | None:
         """The reason why this library could not be built, if so."""
         sources = sorted(str(path) for path in NATIVE.glob("*.cpp"))
-        command = [*compiler.split(), *FLAGS.split(), *LEVELS[level].split(), *sources, "-o", str(self.library(level))]
+        command = [*f"{compiler} {FLAGS} {LEVELS[level]}".split(), *sources, "-o", str(self.library(level))]
         done = subprocess.run(command, capture_output=True, text=True)
         print(done.stderr, end="")
         if done.returncode == 0:
