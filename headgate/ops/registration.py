@@ -1,0 +1,68 @@
+"""Makes an op and its backward known to PyTorch: torch.compile, opcheck and autograd then see one op each.
+
+`torch.library.custom_op` would do the same with more checks at every call; on small shapes they cost as much
+as the attention itself.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from headgate.errors import HeadgateError
+
+LIBRARY = torch.library.Library("headgate", "FRAGMENT")
+
+Memory = Callable[..., tuple[Any, ...]]
+
+
+def register(name: str, schema: str, memory: Memory, fill: Callable[..., None]) -> Any:
+    """The op `headgate::name`, which allocates its results by `memory(*args)` and has `fill(*args, *results)`
+    compute them. Under tracing `memory` alone tells their shapes and strides."""
+
+    def run(*args: Any) -> tuple[Any, ...]:
+        results = memory(*args)
+        fill(*args, *results)
+        return results
+
+    LIBRARY.define(name + schema)
+    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"headgate::{name}", memory, lib=LIBRARY)
+    return getattr(torch.ops.headgate, name).default
+
+
+def register_gradient(name: str, setup: Callable[..., None], gradient: Callable[..., Any]) -> None:
+    """Differentiates the op by `gradient(ctx, *grads)` after `setup(ctx, inputs, output)`."""
+    op = getattr(torch.ops.headgate, name).default
+
+    class Differentiable(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            output = below(*inputs)
+            setup(ctx, inputs, output)
+            return output
+
+        backward = staticmethod(gradient)
+
+    def below(*inputs: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*inputs)
+
+    def run(*inputs: Any) -> Any:
+        wanted = torch.is_grad_enabled() and any(
+            isinstance(t, torch.Tensor) and t.requires_grad for t in inputs
+        )
+        return Differentiable.apply(*inputs) if wanted else below(*inputs)
+
+    LIBRARY.impl(name, run, "Autograd")
+
+
+def refuse_gradient(name: str) -> None:
+    """A gradient of the op `name`, itself a backward, raises one clear sentence."""
+
+    def gradient(ctx: Any, *grads: Any) -> Any:
+        raise HeadgateError(
+            "the second derivative of an attention op is not implemented; use backend='reference' for it"
+        )
+
+    register_gradient(name, lambda ctx, inputs, output: None, gradient)
