@@ -13,13 +13,14 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from headgate.errors import HeadgateError, suggestion
 
 Refusal = Callable[..., str | None]
 _explaining: ContextVar[bool] = ContextVar("explaining", default=False)
-_forced: ContextVar[str] = ContextVar("forced", default="auto")
+_forced = {"backend": "auto"}  # no ContextVar: torch.compile cannot trace one
 _taken: Counter[str] = Counter()
 
 
@@ -63,10 +64,11 @@ class Op:
         return add
 
     def __call__(self, backend: str, *args: Any, **kwargs: Any) -> Any:
-        path, explanation = self._choose(backend if backend != "auto" else _forced.get(), args, kwargs)
-        if _explaining.get():
-            raise _Explained(explanation)
-        _taken[f"{self.name}:{path.name}"] += 1
+        path, explanation = self._choose(backend if backend != "auto" else _forced["backend"], args, kwargs)
+        if not torch.compiler.is_compiling():
+            if _explaining.get():
+                raise _Explained(explanation)
+            _taken[f"{self.name}:{path.name}"] += 1
         return path.run(*args, **kwargs)
 
     def _choose(self, backend: str, args: Any, kwargs: Any) -> tuple[Path, Explanation]:
@@ -109,18 +111,18 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
 
 
 def paths_taken() -> dict[str, int]:
-    """How often each `op:path` has run in this process."""
+    """How often each `op:path` has run in this process, compiled code aside."""
     return dict(_taken)
 
 
 @contextmanager
 def forced(backend: str) -> Iterator[None]:
-    """Every op inside takes this path or raises; for tests and measurements."""
-    token = _forced.set(backend)
+    """Every op inside takes this path or raises, in all threads; for tests and measurements."""
+    before, _forced["backend"] = _forced["backend"], backend
     try:
         yield
     finally:
-        _forced.reset(token)
+        _forced["backend"] = before
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, *, start: int = 0, **at_least: int | None) -> None:

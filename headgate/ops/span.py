@@ -4,23 +4,20 @@ One op serves full causal attention, windows, a window after a dense prefix, fir
 a ring of keys further out that enters with a per-query log-weight. It returns the log-sum-exp as well,
 differentiably, so that branches over disjoint keys can be merged exactly.
 
-Shapes: q (B,H,Tq,D); k, v (B,G,Tk,D); ring_log_weight and lse (B,H,Tq). Inside, heads stand as (G,R), R =
-H/G, and a tile's queries as (B,G,R*n,D), so that grouped keys are never repeated.
+Shapes: q (B,H,Tq,D); k, v (B,G,Tk,D); ring_log_weight and lse (B,H,Tq). The output lies in memory as
+(B,Tq,H,D), as the projection after it wants it; a gradient lies as its input does.
 """
 
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
 from headgate.errors import HeadgateError
-from headgate.ops import reference
+from headgate.ops import reference, span_torch
 from headgate.ops.dispatch import Op, check
-from headgate.ops.tiles import query_tiles
+from headgate.ops.native import span as span_native
+from headgate.ops.registration import refuse_gradient, register, register_gradient
 
 SPAN = Op("span_attention")
 
@@ -108,6 +105,8 @@ def span_attention(
         raise HeadgateError(
             f"ring={ring} without ring_log_weight; give the log-weight of each query, (B,H,Tq)"
         )
+    if window is not None and ring_log_weight is None and window >= k.shape[2] - 1:
+        window, dense_prefix, global_tokens = None, 0, 0  # it hides nothing, and a full span is the fastest
     result: tuple[Tensor, Tensor] = SPAN(
         backend,
         q,
@@ -123,213 +122,75 @@ def span_attention(
     return result
 
 
-@dataclass(frozen=True)
-class Span:
-    """Which keys a query attends to; everything in absolute positions."""
-
-    window: int | None
-    dense_prefix: int
-    global_tokens: int
-    ring: int
-    start: int
-
-    def tiles(self, q: Tensor, k: Tensor) -> Iterator["Tile"]:
-        """Query tiles with the key indices they need; what a tile holds depends on the span, not on T."""
-        offset = k.shape[2] - q.shape[2]
-        reach = max(self.window, self.ring) if self.window is not None else None
-        keys_of_a_row = k.shape[2] if reach is None else min(k.shape[2], reach + 128 + self.global_tokens)
-        row = q.shape[0] * q.shape[1] * keys_of_a_row
-        for first, last in query_tiles(
-            q.shape[2], row, most=256 if reach is None else max(64, min(256, reach))
-        ):
-            low = offset + first + self.start  # position of the tile's first query
-            if reach is None or low < self.dense_prefix:
-                low = 0
-            else:
-                low = max(0, low - reach - self.start)
-            high = offset + last
-            keys = torch.arange(low, high, device=k.device)
-            extra = min(low, max(0, self.global_tokens - self.start))
-            if extra:
-                keys = torch.cat([torch.arange(extra, device=k.device), keys])
-            i = torch.arange(offset + first, offset + last, device=k.device)[:, None] + self.start
-            j = keys[None, :] + self.start
-            allowed = reference.in_span(i, j, self.window, self.dense_prefix, self.global_tokens)
-            in_ring = None
-            if self.ring:
-                assert self.window is not None
-                in_ring = (i - j > self.window) & (i - j <= self.ring)
-                allowed = allowed | in_ring
-            yield Tile(slice(first, last), slice(low, high), extra, ~allowed, in_ring)
+_OPTIONS = "SymInt? window, SymInt dense_prefix, SymInt global_tokens, SymInt ring, SymInt start"
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? ring_log_weight"
 
 
-@dataclass(frozen=True)
-class Tile:
-    queries: slice
-    keys: slice
-    extra: int
-    """Global tokens that stand before the contiguous keys."""
-    hidden: Tensor
-    in_ring: Tensor | None
-
-    def of_keys(self, kv: Tensor) -> Tensor:
-        near = kv[:, :, self.keys]
-        return torch.cat([kv[:, :, : self.extra], near], 2) if self.extra else near
-
-    def add_to_keys(self, total: Tensor, part: Tensor) -> None:
-        total[:, :, : self.extra] += part[:, :, : self.extra]
-        total[:, :, self.keys] += part[:, :, self.extra :]
-
-    def of_queries(self, grouped: Tensor) -> Tensor:
-        """(B,G,R,Tq,...) -> (B,G,R*n,...)"""
-        return grouped[:, :, :, self.queries].flatten(2, 3)
-
-    def scores(self, q: Tensor, k: Tensor, ring_log_weight: Tensor | None) -> Tensor:
-        """Scaled and masked logits (B,G,R,n,m) of q (B,G,R*n,D), which carries the scale, and k (B,G,m,D)."""
-        n = self.hidden.shape[0]
-        s = (q @ k.mT).unflatten(2, (-1, n))
-        if ring_log_weight is not None:
-            assert self.in_ring is not None
-            s += torch.where(self.in_ring, ring_log_weight[:, :, :, self.queries, None], 0.0)
-        return s.masked_fill_(self.hidden, -math.inf)
+def _results(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    b, h, t, d = q.shape
+    return q.new_empty((b, t, h, d)).transpose(1, 2), q.new_empty((b, h, t), dtype=span_torch.accumulator(q))
 
 
-def _grouped(t: Tensor, groups: int) -> Tensor:
-    return t.unflatten(1, (groups, -1))
-
-
-def _accumulator(t: Tensor) -> torch.dtype:
-    return torch.float32 if t.dtype in (torch.bfloat16, torch.float16) else t.dtype
-
-
-@custom_op("headgate::span_torch", mutates_args=())
-def _span(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ring_log_weight: Tensor | None,
-    window: int | None,
-    dense_prefix: int,
-    global_tokens: int,
-    ring: int,
-    start: int,
-) -> tuple[Tensor, Tensor]:
-    g, dtype = k.shape[1], _accumulator(q)
-    scaled = _grouped(q.to(dtype) / math.sqrt(q.shape[-1]), g)
-    k, v = k.to(dtype), v.to(dtype)
-    weight = None if ring_log_weight is None else _grouped(ring_log_weight.to(dtype), g)
-    out = torch.empty(scaled.shape, dtype=dtype, device=q.device)
-    lse = torch.empty(scaled.shape[:4], dtype=dtype, device=q.device)
-    for tile in Span(window, dense_prefix, global_tokens, ring, start).tiles(q, k):
-        s = tile.scores(tile.of_queries(scaled), tile.of_keys(k), weight)
-        top = s.amax(-1, keepdim=True)
-        p = s.sub_(top).exp_()
-        total = p.sum(-1, keepdim=True)
-        lse[:, :, :, tile.queries] = (total.log() + top).squeeze(-1)
-        attended = (p.flatten(2, 3) @ tile.of_keys(v)).unflatten(2, p.shape[2:4])
-        out[:, :, :, tile.queries] = attended.div_(total)
-    return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
-
-
-@_span.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=_accumulator(q))
-
-
-@custom_op("headgate::span_torch_backward", mutates_args=())
-def _span_backward(
-    d_out: Tensor,
-    d_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ring_log_weight: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    window: int | None,
-    dense_prefix: int,
-    global_tokens: int,
-    ring: int,
-    start: int,
+def _gradients(
+    d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    g, dtype = k.shape[1], lse.dtype
-    scale = 1 / math.sqrt(q.shape[-1])
-    scaled, d_grouped = _grouped(q.to(dtype) * scale, g), _grouped(d_out.to(dtype), g)
-    delta = (d_grouped * _grouped(out.to(dtype), g)).sum(-1)
-    if d_lse is not None:
-        delta -= _grouped(d_lse, g)
-    lse = _grouped(lse, g)
-    wide_k, wide_v = k.to(dtype), v.to(dtype)
-    weight = None if ring_log_weight is None else _grouped(ring_log_weight.to(dtype), g)
-    d_q = torch.empty_like(scaled)
-    d_k, d_v = torch.zeros_like(wide_k), torch.zeros_like(wide_v)
-    d_weight = torch.empty_like(delta if ring_log_weight is not None else delta[:0])
-    for tile in Span(window, dense_prefix, global_tokens, ring, start).tiles(q, k):
-        q_tile, k_tile, d_tile = tile.of_queries(scaled), tile.of_keys(wide_k), tile.of_queries(d_grouped)
-        p = tile.scores(q_tile, k_tile, weight).sub_(lse[:, :, :, tile.queries, None]).exp_()
-        tile.add_to_keys(d_v, p.flatten(2, 3).mT @ d_tile)
-        d_s = (d_tile @ tile.of_keys(wide_v).mT).unflatten(2, p.shape[2:4])
-        d_s = d_s.sub_(delta[:, :, :, tile.queries, None]).mul_(p)
-        if weight is not None:
-            assert tile.in_ring is not None
-            d_weight[:, :, :, tile.queries] = (d_s * tile.in_ring).sum(-1)
-        flat = d_s.flatten(2, 3)
-        d_q[:, :, :, tile.queries] = (flat @ k_tile).unflatten(2, p.shape[2:4])
-        tile.add_to_keys(d_k, flat.mT @ q_tile)
-    return (d_q * scale).flatten(1, 2).to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), d_weight.flatten(1, 2)
+    d_weight = q.new_empty(q.shape[:3] if weight is not None else (0,), dtype=span_torch.accumulator(q))
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), d_weight
 
 
-@_span_backward.register_fake
-def _(
-    d_out: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, *_: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    batch = q.shape[0] if weight is not None else 0
-    d_weight = q.new_empty((batch, *q.shape[1:3]), dtype=_accumulator(q))
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), d_weight
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:4], *output)
-    ctx.options = inputs[4:]
-
-
-def _gradients(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, weight, out, lse = ctx.saved_tensors
-    none = (None,) * len(ctx.options)
-    if d_out is None:
-        d_out = torch.zeros_like(out)
-    d_q, d_k, d_v, d_weight = _span_backward(d_out, d_lse, q, k, v, weight, out, lse, *ctx.options)
-    return d_q, d_k, d_v, (None if weight is None else d_weight.to(weight.dtype)), *none
-
-
-def _no_second_derivative(ctx: Any, *grads: Any) -> Any:
-    raise HeadgateError(
-        "the second derivative of an attention op is not implemented; use backend='reference' for it"
+def _register(name: str, path: Any) -> Any:
+    """An op and its backward from a module with `forward` and `backward`, which fill what is allocated
+    here."""
+    op = register(name, f"({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor)", _results, path.forward)
+    backward = register(
+        f"{name}_backward",
+        f"(Tensor d_out, Tensor? d_lse, {_INPUTS}, Tensor out, Tensor lse, {_OPTIONS})"
+        " -> (Tensor, Tensor, Tensor, Tensor)",
+        _gradients,
+        path.backward,
     )
 
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs[:4], *output)
+        ctx.options = inputs[4:]
 
-_span.register_autograd(_gradients, setup_context=_setup)
-_span_backward.register_autograd(_no_second_derivative, setup_context=lambda ctx, inputs, output: None)
+    def gradient(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, weight, out, lse = ctx.saved_tensors
+        if d_out is None:
+            d_out = torch.zeros_like(out)
+        d_q, d_k, d_v, d_weight = backward(d_out, d_lse, q, k, v, weight, out, lse, *ctx.options)
+        d_weight = None if weight is None else d_weight.to(weight.dtype)
+        return d_q, d_k, d_v, d_weight, *(None for _ in ctx.options)
 
-
-@SPAN.path("torch")
-def _torch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    window: int | None,
-    dense_prefix: int,
-    global_tokens: int,
-    ring: int,
-    ring_log_weight: Tensor | None,
-    start: int,
-) -> tuple[Tensor, Tensor]:
-    result: tuple[Tensor, Tensor] = _span(
-        q, k, v, ring_log_weight, window, dense_prefix, global_tokens, ring, start
-    )
-    return result
+    register_gradient(name, setup, gradient)
+    refuse_gradient(f"{name}_backward")
+    return op
 
 
+def _path(op: Any) -> Any:
+    def run(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        window: int | None,
+        dense_prefix: int,
+        global_tokens: int,
+        ring: int,
+        ring_log_weight: Tensor | None,
+        start: int,
+    ) -> tuple[Tensor, Tensor]:
+        result: tuple[Tensor, Tensor] = op(
+            q, k, v, ring_log_weight, window, dense_prefix, global_tokens, ring, start
+        )
+        return result
+
+    return run
+
+
+SPAN.path("native", refuse=lambda q, *args, **options: span_native.refuse(q))(
+    _path(_register("span_native", span_native))
+)
+SPAN.path("torch")(_path(_register("span_torch", span_torch)))
 SPAN.path("reference")(reference.span_attention)

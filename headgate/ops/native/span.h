@@ -1,0 +1,161 @@
+// Span attention: what a call consists of, and which keys a block of queries sees.
+//
+// Shapes: q, out (B,H,Tq,D); k, v (B,G,Tk,D), H = G * repeat; lse, ring_log_weight (B,H,Tq). Queries lie in vector
+// lanes and scores are stored [key][query], so that maxima, sums and masks need no operation across lanes.
+#pragma once
+
+#include "products.h"
+
+#include <algorithm>
+
+namespace headgate {
+
+constexpr int BLOCK = 96;  // queries at a time: a multiple of ROWS and of every LANES
+constexpr int CHUNK = 96;  // keys at a time, likewise
+
+// A (B,H,T,D) tensor whose last dimension is contiguous; strides count floats.
+struct View {
+    float* data;
+    int64_t batch, head, token;
+    float* row(int64_t b, int64_t h, int64_t t) const { return data + b * batch + h * head + t * token; }
+};
+
+// Mirrored by a ctypes.Structure in span.py.
+struct SpanCall {
+    int64_t batch, groups, repeat, queries, keys, width, threads;
+    int64_t window, dense_prefix, global_tokens, ring, start;  // window < 0: none
+    View q, k, v, out, d_out, d_q, d_k, d_v;
+    float *lse, *ring_log_weight, *d_lse, *d_ring_log_weight;  // contiguous; null where there is none
+
+    int64_t heads() const { return groups * repeat; }
+    int64_t blocks() const { return (queries + BLOCK - 1) / BLOCK; }
+    int64_t own_key(int64_t query) const { return keys - queries + query; }
+    int64_t per_query(int64_t b, int64_t h, int64_t t) const { return (b * heads() + h) * queries + t; }
+    // The earliest key of the contiguous span that ends at the query's own, the ring aside.
+    int64_t first_key(int64_t query) const {
+        const int64_t own = own_key(query);
+        return window < 0 || start + own < dense_prefix ? 0 : std::max<int64_t>(0, own - window);
+    }
+    int64_t first_ring_key(int64_t query) const { return std::max<int64_t>(0, own_key(query) - ring); }
+    int64_t first_keys() const { return std::clamp<int64_t>(global_tokens - start, 0, keys); }
+};
+
+// For every lane the keys lo <= j < hi it attends to. Both rise with the lane, which is what lets whole tiles be
+// skipped by looking at a tile's first and last lane. Lanes beyond the last query see nothing.
+struct Segment {
+    int32_t lo[BLOCK], hi[BLOCK];
+    int32_t begin, end;  // the keys of the whole block
+    bool ring;
+};
+
+enum Part { NEAR, RING, FIRST, PARTS };
+
+// False if the block has no keys of this part.
+inline bool find_segment(const SpanCall& call, Part part, int64_t first, int count, Segment& segment) {
+    if (part == RING && !call.ring_log_weight) return false;
+    if (part == FIRST && (call.window < 0 || call.first_keys() == 0)) return false;
+    for (int i = 0; i < count; ++i) {
+        const int64_t near = call.first_key(first + i);
+        switch (part) {
+            case NEAR: segment.lo[i] = near, segment.hi[i] = call.own_key(first + i) + 1; break;
+            case RING: segment.lo[i] = call.first_ring_key(first + i), segment.hi[i] = near; break;
+            default: segment.lo[i] = 0, segment.hi[i] = std::min(near, call.first_keys());
+        }
+    }
+    segment.begin = segment.lo[0], segment.end = segment.hi[count - 1];
+    for (int i = count; i < BLOCK; ++i) segment.lo[i] = segment.hi[i] = segment.end;
+    segment.ring = part == RING;
+    return segment.begin < segment.end;
+}
+
+inline int up_to_rows(int count) { return (count + ROWS - 1) / ROWS * ROWS; }
+
+// The keys [first, first + count) of one head as rows of WIDTH floats; where they do not lie so already, or where the
+// last tile would reach past the tensor, in `room`, which then ends in rows of zeros.
+template <int D>
+const float* key_rows(const View& view, int64_t b, int64_t g, int64_t first, int count, int64_t keys, float* room) {
+    const float* in = view.row(b, g, first);
+    if (view.token == D && first + up_to_rows(count) <= keys) return in;
+    for (int i = 0; i < count; ++i) std::memcpy(room + i * D, in + i * view.token, D * sizeof(float));
+    std::fill(room + count * D, room + up_to_rows(count) * D, 0.0f);
+    return room;
+}
+
+// Rows of a head's queries (or of what belongs to them), times `factor`, with zeros up to BLOCK rows.
+template <int D>
+void query_rows(const View& view, int64_t b, int64_t h, int64_t first, int count, float factor, float* out) {
+    for (int i = 0; i < count; ++i) {
+        const float* in = view.row(b, h, first + i);
+        for (int d = 0; d < D; d += LANES) store(out + i * D + d, load(in + d) * factor);
+    }
+    std::fill(out + count * D, out + BLOCK * D, 0.0f);
+}
+
+// The rows [begin, end) of a chunk, in whole tiles, in which any of the lanes [lane, lane + width) sees a key.
+struct Rows {
+    int begin, end;
+    Rows(const Segment& s, int lane, int width, int chunk, int count) {
+        begin = std::max(0, s.lo[lane] - chunk) / ROWS * ROWS;
+        end = up_to_rows(std::clamp(s.hi[lane + width - 1] - chunk, 0, count));
+        begin = std::min(begin, end);
+    }
+};
+
+// Scores of a panel of lanes against the rows of a chunk, -inf where a lane does not see the key.
+template <int D, int N>
+HEADGATE_INLINE void scores(const float* k, const float* q_lanes, float* s, const Rows& rows, const Segment& segment,
+                            int lane, int chunk) {
+    for (int r = rows.begin; r < rows.end; r += ROWS) {
+        product<N, D, 1, BLOCK, false>(k + r * D, q_lanes + lane, s + r * BLOCK + lane, BLOCK, D);
+        const int32_t key = chunk + r;
+        if (key >= segment.lo[lane + N * LANES - 1] && key + ROWS <= segment.hi[lane]) continue;
+        for (int j = 0; j < N; ++j) {
+            const ivec first = load(segment.lo + lane + j * LANES), end = load(segment.hi + lane + j * LANES);
+            for (int i = 0; i < ROWS; ++i) {
+                float* p = s + (r + i) * BLOCK + lane + j * LANES;
+                const ivec seen = (broadcast(key + i) >= first) & (broadcast(key + i) < end);
+                store(p, select(seen, load(p), broadcast(-__builtin_inff())));
+            }
+        }
+    }
+}
+
+// Zeros for a panel's rows outside of [rows.begin, rows.end): the products that follow read them.
+template <int N>
+HEADGATE_INLINE void clear_rest(float* s, const Rows& rows, int lane, int count) {
+    auto clear = [&](int from, int to) {
+        for (int r = from; r < to; ++r)
+            for (int j = 0; j < N; ++j) store(s + r * BLOCK + lane + j * LANES, vec{});
+    };
+    clear(0, rows.begin);
+    clear(rows.end, up_to_rows(count));
+}
+
+// out[query][d] += sum over the chunk's keys of weights[key][query] * in[key][d], each group of queries over the keys
+// that it sees.
+template <int D>
+HEADGATE_INLINE void add_over_keys(const float* weights, const float* in, float* out, const Segment& segment,
+                                   int queries, int chunk, int count) {
+    for_panels<D>(D, [&](int d, auto n) {
+        for (int i = 0; i < queries; i += ROWS) {
+            const int from = std::max(0, segment.lo[i] - chunk);
+            const int to = std::min(count, segment.hi[std::min(i + ROWS, BLOCK) - 1] - chunk);
+            if (from < to)
+                product<n(), 1, BLOCK, D, true>(weights + from * BLOCK + i, in + from * D + d, out + i * D + d, D,
+                                                to - from);
+        }
+    });
+}
+
+template <class Work>
+void for_width(int64_t width, const Work& work) {
+    switch (width) {
+        case 16: return work(std::integral_constant<int, 16>());
+        case 32: return work(std::integral_constant<int, 32>());
+        case 64: return work(std::integral_constant<int, 64>());
+        case 96: return work(std::integral_constant<int, 96>());
+        case 128: return work(std::integral_constant<int, 128>());
+    }
+}
+
+}  // namespace headgate

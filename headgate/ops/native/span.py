@@ -1,0 +1,111 @@
+"""Calls the C++ span attention: span_forward.cpp and span_backward.cpp."""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from headgate.ops.native import library
+
+WIDTHS = (16, 32, 64, 96, 128)
+
+
+class _View(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p)] + [(n, ctypes.c_int64) for n in ("batch", "head", "token")]
+
+
+class _Call(ctypes.Structure):
+    """SpanCall in span.h."""
+
+    _fields_ = [
+        *((n, ctypes.c_int64) for n in ("batch", "groups", "repeat", "queries", "keys", "width", "threads")),
+        *((n, ctypes.c_int64) for n in ("window", "dense_prefix", "global_tokens", "ring", "start")),
+        *((n, _View) for n in ("q", "k", "v", "out", "d_out", "d_q", "d_k", "d_v")),
+        *((n, ctypes.c_void_p) for n in ("lse", "ring_log_weight", "d_lse", "d_ring_log_weight")),
+    ]
+
+
+def refuse(q: Tensor) -> str | None:
+    """Why the kernel cannot take these heads."""
+    reason = library.unavailable()
+    if reason is not None:
+        return reason
+    if q.device.type != "cpu" or q.dtype != torch.float32:
+        return f"it computes float32 on the CPU, not {q.dtype} on {q.device.type}".replace("torch.", "")
+    if q.shape[-1] not in WIDTHS:
+        return f"head width {q.shape[-1]} is none of {', '.join(map(str, WIDTHS))}"
+    return None
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ring_log_weight: Tensor | None,
+    window: int | None,
+    dense_prefix: int,
+    global_tokens: int,
+    ring: int,
+    start: int,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    q, k, v = _rows(q), _rows(k), _rows(v)
+    weight = None if ring_log_weight is None else ring_log_weight.contiguous()
+    call = _call(q, k, window, dense_prefix, global_tokens, ring, start)
+    call.q, call.k, call.v, call.out = _view(q), _view(k), _view(v), _view(out)
+    call.lse, call.ring_log_weight = lse.data_ptr(), _pointer(weight)
+    library.library().headgate_span_forward(ctypes.byref(call))
+
+
+def backward(
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ring_log_weight: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    window: int | None,
+    dense_prefix: int,
+    global_tokens: int,
+    ring: int,
+    start: int,
+    d_q: Tensor,
+    d_k: Tensor,
+    d_v: Tensor,
+    d_weight: Tensor,
+) -> None:
+    q, k, v, out, d_out = _rows(q), _rows(k), _rows(v), _rows(out), _rows(d_out)
+    weight = None if ring_log_weight is None else ring_log_weight.contiguous()
+    d_lse = None if d_lse is None else d_lse.contiguous()
+    lse = lse.contiguous()
+    call = _call(q, k, window, dense_prefix, global_tokens, ring, start)
+    call.q, call.k, call.v, call.out, call.d_out = _view(q), _view(k), _view(v), _view(out), _view(d_out)
+    call.d_q, call.d_k, call.d_v = _view(d_q), _view(d_k), _view(d_v)
+    call.lse, call.ring_log_weight = lse.data_ptr(), _pointer(weight)
+    call.d_lse, call.d_ring_log_weight = _pointer(d_lse), d_weight.data_ptr()
+    library.library().headgate_span_backward(ctypes.byref(call))
+
+
+def _call(
+    q: Tensor, k: Tensor, window: int | None, dense_prefix: int, global_tokens: int, ring: int, start: int
+) -> _Call:
+    (batch, heads, queries, width), (_, groups, keys, _) = q.shape, k.shape
+    return _Call(
+        *(batch, groups, heads // groups, queries, keys, width, library.threads()),
+        *(-1 if window is None else window, dense_prefix, global_tokens, ring, start),
+    )
+
+
+def _rows(t: Tensor) -> Tensor:
+    return t if t.stride(3) == 1 else t.contiguous()
+
+
+def _view(t: Tensor) -> _View:
+    return _View(t.data_ptr(), *t.stride()[:3])
+
+
+def _pointer(t: Tensor | None) -> int | None:
+    return None if t is None else t.data_ptr()

@@ -1,0 +1,248 @@
+// Span attention, backward: all five products of a block of queries and a chunk of keys while both are in cache.
+//
+// The queries of a head are cut into strips, the unit of work. A strip adds up the gradients of all keys that it sees
+// in its own memory. Its own keys, those from its first query's on, go to the result at once; those before them lie in
+// other strips' reach too and go to the strip's halo, and the halos are added in the end, in the order of the strips.
+// No two threads ever write one number, and the order of every sum is fixed.
+#include "parallel.h"
+#include "span.h"
+
+#include <cmath>
+#include <vector>
+
+namespace headgate {
+namespace {
+
+constexpr int64_t STRIP = 1024;  // queries of a strip at least, under a window
+
+// The keys a strip sees: `first` at the sequence's beginning, then [low, high), of which it owns [own, high).
+struct Strip {
+    int64_t begin, end;  // queries
+    int64_t first, low, own, high;
+    size_t halo;  // where its halo begins, in rows
+    int64_t halo_rows() const { return first + own - low; }
+    int64_t rows() const { return first + high - low; }
+    // The row of its memory in which a key lies.
+    int64_t row(int64_t key) const { return key < low ? key : first + key - low; }
+};
+
+std::vector<Strip> cut(const SpanCall& call) {
+    // Four items for every thread balance the load; under a window strips are never so short that halos matter, nor
+    // so long that a strip's memory leaves the cache. Strips of a full span hold equally many pairs, so the first is
+    // the longest.
+    const int64_t wanted = std::max<int64_t>(1, 4 * call.threads / (call.batch * call.groups));
+    const int64_t reach = call.window < 0 ? 0 : std::max(call.window, call.ring);
+    int64_t strips = wanted;
+    if (call.window >= 0) {
+        const int64_t least = std::max(STRIP, 8 * reach);
+        strips = std::max<int64_t>(1, call.queries / least);
+    }
+    strips = std::min(strips, call.blocks());
+    std::vector<Strip> cuts;
+    const double offset = double(call.keys - call.queries), all = double(call.queries);
+    for (int64_t n = 1, begin = 0; n <= strips; ++n) {
+        double at = all * double(n) / double(strips);
+        if (call.window < 0)  // pairs up to query x: x * (offset + x / 2)
+            at = std::sqrt(offset * offset + 2 * at * (offset + all / 2)) - offset;
+        int64_t end = n == strips ? call.queries : int64_t(at) / BLOCK * BLOCK;
+        if (end <= begin) continue;
+        Strip s{};
+        s.begin = begin, s.end = end;
+        s.own = begin == 0 ? 0 : call.own_key(begin);
+        s.high = call.own_key(end - 1) + 1;
+        s.low = begin == 0 ? 0 : call.first_key(begin);
+        if (begin > 0 && call.ring_log_weight) s.low = std::min(s.low, call.first_ring_key(begin));
+        s.first = call.window < 0 ? 0 : std::min(s.low, call.first_keys());
+        cuts.push_back(s);
+        begin = end;
+    }
+    size_t halo = 0;
+    for (Strip& s : cuts) s.halo = halo, halo += size_t(s.halo_rows());
+    return cuts;
+}
+
+template <int D>
+struct Backward {
+    const SpanCall& call;
+    const Strip& strip;
+    const int64_t b, g;
+    float *q_rows, *q_lanes, *d_rows, *d_lanes, *d_q, *p, *d_s, *k_room, *v_room;
+    float *lse, *delta, *bias, *d_bias;
+    float *d_k, *d_v;  // the strip's keys
+    int64_t memory;
+
+    Backward(const SpanCall& c, const Strip& s, int64_t batch, int64_t group)
+        : call(c), strip(s), b(batch), g(group), memory((s.rows() + ROWS) * D) {
+        const size_t block = BLOCK * D, room = CHUNK * D, tile = CHUNK * BLOCK;
+        Pieces pieces(
+            Scratch::of_thread().floats(5 * block + 2 * room + 2 * tile + 4 * BLOCK + 2 * Pieces::rounded(memory)));
+        q_rows = pieces.take(block), q_lanes = pieces.take(block), d_rows = pieces.take(block);
+        d_lanes = pieces.take(block), d_q = pieces.take(block);
+        k_room = pieces.take(room), v_room = pieces.take(room);
+        p = pieces.take(tile), d_s = pieces.take(tile);
+        lse = pieces.take(BLOCK), delta = pieces.take(BLOCK), bias = pieces.take(BLOCK), d_bias = pieces.take(BLOCK);
+        d_k = pieces.take(memory), d_v = pieces.take(memory);
+    }
+
+    void run(float* halo) {
+        std::fill(d_k, d_k + memory, 0.0f);
+        std::fill(d_v, d_v + memory, 0.0f);
+        for (int64_t first = strip.begin; first < strip.end; first += BLOCK)
+            for (int64_t r = 0; r < call.repeat; ++r) block(g * call.repeat + r, first);
+        const float scale = 1 / std::sqrt(float(D));
+        for (int64_t i = 0; i < memory; ++i) d_k[i] *= scale;
+        const int64_t before = strip.halo_rows();
+        std::copy(d_k, d_k + before * D, halo);
+        std::copy(d_v, d_v + before * D, halo + before * D);
+        for (int64_t key = strip.own; key < strip.high; ++key) {
+            const int64_t at = strip.row(key) * D;
+            std::copy(d_k + at, d_k + at + D, call.d_k.row(b, g, key));
+            std::copy(d_v + at, d_v + at + D, call.d_v.row(b, g, key));
+        }
+    }
+
+    void block(int64_t h, int64_t first) {
+        const int count = int(std::min<int64_t>(BLOCK, strip.end - first));
+        const float scale = 1 / std::sqrt(float(D));
+        query_rows<D>(call.q, b, h, first, count, scale * LOG2E, q_rows);
+        transpose<D, BLOCK>(q_rows, q_lanes, BLOCK);
+        query_rows<D>(call.q, b, h, first, count, 1.0f, q_rows);
+        query_rows<D>(call.d_out, b, h, first, count, 1.0f, d_rows);
+        transpose<D, BLOCK>(d_rows, d_lanes, BLOCK);
+        per_query(h, first, count);
+        std::fill(d_q, d_q + BLOCK * D, 0.0f);
+        for (int part = 0; part < PARTS; ++part) {
+            Segment segment{};
+            if (!find_segment(call, Part(part), first, count, segment)) continue;
+            for (int chunk = segment.begin; chunk < segment.end; chunk += CHUNK)
+                attend(chunk, std::min(CHUNK, segment.end - chunk), count, segment);
+        }
+        for (int i = 0; i < count; ++i) {
+            float* to = call.d_q.row(b, h, first + i);
+            for (int d = 0; d < D; d += LANES) store(to + d, load(d_q + i * D + d) * scale);
+        }
+        if (call.ring_log_weight)
+            std::copy(d_bias, d_bias + count, call.d_ring_log_weight + call.per_query(b, h, first));
+    }
+
+    void per_query(int64_t h, int64_t first, int count) {
+        const int64_t at = call.per_query(b, h, first);
+        for (int i = 0; i < BLOCK; ++i) lse[i] = delta[i] = bias[i] = d_bias[i] = 0;
+        for (int i = 0; i < count; ++i) {
+            const float* out = call.out.row(b, h, first + i);
+            vec dot{};
+            for (int d = 0; d < D; d += LANES) dot += load(out + d) * load(d_rows + i * D + d);
+            lse[i] = call.lse[at + i] * LOG2E;
+            delta[i] = sum(dot) - (call.d_lse ? call.d_lse[at + i] : 0.0f);
+            if (call.ring_log_weight) bias[i] = call.ring_log_weight[at + i] * LOG2E;
+        }
+    }
+
+    void attend(int chunk, int keys, int queries, const Segment& segment) {
+        const float* k = key_rows<D>(call.k, b, g, chunk, keys, call.keys, k_room);
+        const float* v = key_rows<D>(call.v, b, g, chunk, keys, call.keys, v_room);
+        for_panels<BLOCK>(queries, [&](int lane, auto n) {
+            const Rows seen(segment, lane, n() * LANES, chunk, keys);
+            scores<D, n()>(k, q_lanes, p, seen, segment, lane, chunk);
+            for (int r = seen.begin; r < seen.end; r += ROWS)
+                product<n(), D, 1, BLOCK, false>(v + r * D, d_lanes + lane, d_s + r * BLOCK + lane, BLOCK, D);
+            differentiate<n()>(seen, segment, lane);
+            clear_rest<n()>(p, seen, lane, keys);
+            clear_rest<n()>(d_s, seen, lane, keys);
+        });
+        const int64_t at = strip.row(chunk) * D;
+        add_over_queries(p, d_rows, d_v + at, segment, queries, chunk, keys);
+        add_over_queries(d_s, q_rows, d_k + at, segment, queries, chunk, keys);
+        add_over_keys<D>(d_s, k, d_q, segment, queries, chunk, keys);
+    }
+
+    // Scores become probabilities, and their gradients (in d_s so far: those of the probabilities) follow.
+    template <int N>
+    HEADGATE_INLINE void differentiate(const Rows& seen, const Segment& segment, int lane) {
+        vec shift[N], less[N], sum[N];
+        for (int j = 0; j < N; ++j) {
+            const int at = lane + j * LANES;
+            shift[j] = load(lse + at) - (segment.ring ? load(bias + at) : vec{});
+            less[j] = load(delta + at);
+            sum[j] = vec{};
+        }
+        for (int r = seen.begin; r < seen.end; ++r)
+            for (int j = 0; j < N; ++j) {
+                const int at = r * BLOCK + lane + j * LANES;
+                const vec weight = exp2(load(p + at) - shift[j]);
+                const vec gradient = weight * (load(d_s + at) - less[j]);
+                store(p + at, weight);
+                store(d_s + at, gradient);
+                sum[j] += gradient;
+            }
+        if (segment.ring)
+            for (int j = 0; j < N; ++j) {
+                const int at = lane + j * LANES;
+                store(d_bias + at, load(d_bias + at) + sum[j]);
+            }
+    }
+
+    // out[key][d] += sum over queries of weights[key][query] * in[query][d], each tile of keys over those that see it.
+    static void add_over_queries(const float* weights, const float* in, float* out, const Segment& segment,
+                                 int queries, int chunk, int keys) {
+        for_panels<D>(D, [&](int d, auto n) {
+            int from = 0, to = 0;
+            for (int r = 0; r < keys; r += ROWS) {
+                while (from < queries && segment.hi[from] <= chunk + r) ++from;
+                while (to < queries && segment.lo[to] < chunk + r + ROWS) ++to;
+                if (from < to)
+                    product<n(), BLOCK, 1, D, true>(weights + r * BLOCK + from, in + from * D + d, out + r * D + d, D,
+                                                    to - from);
+            }
+        });
+    }
+};
+
+// The halos of later strips, added to the keys that this strip owns.
+template <int D>
+void add_halos(const SpanCall& call, const std::vector<Strip>& strips, size_t n, int64_t b, int64_t g,
+               const float* halos) {
+    const Strip& owner = strips[n];
+    for (size_t m = n + 1; m < strips.size(); ++m) {
+        const Strip& s = strips[m];
+        const float* halo = halos + s.halo * 2 * D;
+        auto add = [&](int64_t from, int64_t to) {
+            for (int64_t key = std::max(from, owner.own); key < std::min(to, owner.high); ++key) {
+                const float* row = halo + s.row(key) * D;
+                float *to_k = call.d_k.row(b, g, key), *to_v = call.d_v.row(b, g, key);
+                for (int d = 0; d < D; d += LANES) {
+                    store(to_k + d, load(to_k + d) + load(row + d));
+                    store(to_v + d, load(to_v + d) + load(row + s.halo_rows() * D + d));
+                }
+            }
+        };
+        add(0, s.first);
+        add(s.low, s.own);
+    }
+}
+
+}  // namespace
+}  // namespace headgate
+
+extern "C" __attribute__((visibility("default"))) void headgate_span_backward(const headgate::SpanCall* call) {
+    using namespace headgate;
+    const std::vector<Strip> strips = cut(*call);
+    const int64_t pairs = call->batch * call->groups, cuts = int64_t(strips.size());
+    const int64_t halo = (strips.back().halo + strips.back().halo_rows()) * 2 * call->width;  // of one head's strips
+    float* halos = static_cast<float*>(std::malloc(size_t(std::max<int64_t>(1, pairs * halo)) * sizeof(float)));
+    if (!halos) std::abort();
+    for_width(call->width, [&](auto width) {
+        constexpr int D = width();
+        parallel_for(pairs * cuts, int(call->threads), [&](int64_t item) {
+            const int64_t pair = item / cuts, b = pair / call->groups, g = pair % call->groups;
+            const Strip& strip = strips[item % cuts];
+            Backward<D>(*call, strip, b, g).run(halos + pair * halo + strip.halo * 2 * D);
+        });
+        if (cuts > 1)
+            parallel_for(pairs * cuts, int(call->threads), [&](int64_t item) {
+                const int64_t pair = item / cuts, b = pair / call->groups, g = pair % call->groups;
+                add_halos<D>(*call, strips, size_t(item % cuts), b, g, halos + pair * halo);
+            });
+    });
+    std::free(halos);
+}
