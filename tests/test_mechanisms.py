@@ -5,6 +5,7 @@ file.
 """
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -21,6 +22,7 @@ from headgate.errors import HeadgateError
 from headgate.mechanisms import MECHANISMS, Mechanism
 from headgate.mechanisms.base import build_mechanism
 from headgate.model.cache import LayerCache
+from headgate.ops.dispatch import forced
 
 WINDOW, PREFIX, BLOCK = 16, 40, 8
 SMALL = {"window": WINDOW, "max_window": 24, "dense_prefix": PREFIX, "block": BLOCK, "stride": 8, "hidden": 8}
@@ -66,6 +68,16 @@ def variants() -> list[Variant]:
 
 VARIANTS = variants()
 each_variant = pytest.mark.parametrize("variant", VARIANTS, ids=str)
+
+
+@pytest.fixture(params=["auto", "torch"])
+def path(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The implementation that ops take: the best one for the input (native in fp32), or plain PyTorch."""
+    with forced(request.param):
+        yield request.param
+
+
+each_path = pytest.mark.usefixtures("path")
 
 
 def tensors(
@@ -125,12 +137,17 @@ def assert_close(given: Tensor, expected: Tensor, tolerance: float, what: str = 
 
 
 @each_variant
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+@pytest.mark.parametrize(
+    ("dtype", "path"),
+    [(torch.float32, "auto"), (torch.float32, "torch"), (torch.float64, "torch")],
+    ids=["fp32", "fp32-torch", "fp64"],
+    indirect=["path"],
+)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("kv_heads", [HEADS, HEADS // 2])
 @pytest.mark.parametrize("length", LENGTHS)
 def test_forward_is_the_reference(
-    variant: Variant, length: int, kv_heads: int, batch: int, dtype: torch.dtype
+    variant: Variant, length: int, kv_heads: int, batch: int, dtype: torch.dtype, path: str
 ) -> None:
     mechanism = shaken(variant.build(kv_heads)).to(dtype)
     inputs = tensors(variant, length=length, batch=batch, kv_heads=kv_heads, seed=length)
@@ -140,6 +157,19 @@ def test_forward_is_the_reference(
         assert_close(fast[name], plain[name], 1e-4 if dtype == torch.float32 else 1e-8, name)
 
 
+@each_variant
+def test_forward_over_reference_ops_is_the_reference(variant: Variant) -> None:
+    """What a mechanism makes of its ops, apart from how they are computed."""
+    mechanism = shaken(variant.build(2)).double()
+    inputs = tensors(variant, length=63, batch=2, kv_heads=2)
+    with forced("reference"):
+        composed = results(mechanism, mechanism, inputs, torch.float64)
+    plain = results(mechanism, mechanism.reference, inputs, torch.float64)
+    for name in plain:
+        assert_close(composed[name], plain[name], 1e-8, name)
+
+
+@each_path
 @each_variant
 def test_no_token_sees_a_later_one(variant: Variant) -> None:
     length = PREFIX + WINDOW + 7
@@ -178,9 +208,10 @@ def through_cache(mechanism: Mechanism, inputs: dict[str, Tensor], sizes: list[i
 
 
 @each_variant
-@settings(max_examples=12, deadline=None, derandomize=True)
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@settings(max_examples=10, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_whole_chunked_and_one_by_one_agree(variant: Variant, data: st.DataObject) -> None:
+def test_whole_chunked_and_one_by_one_agree(variant: Variant, backend: str, data: st.DataObject) -> None:
     length = data.draw(st.integers(1, 2 * PREFIX + 2 * WINDOW), label="length")
     cuts = data.draw(st.lists(st.integers(1, max(1, length - 1)), max_size=6), label="cuts")
     edges = sorted({0, length, *(c for c in cuts if c < length)})
@@ -189,11 +220,12 @@ def test_whole_chunked_and_one_by_one_agree(variant: Variant, data: st.DataObjec
     inputs = {
         n: t.float() for n, t in tensors(variant, length=length, batch=2, kv_heads=2, seed=length).items()
     }
-    with torch.no_grad():
+    with forced(backend), torch.no_grad():
         whole = mechanism(*inputs.values())
-    assert_close(through_cache(mechanism, inputs, sizes), whole, 1e-4, "chunked")
+        assert_close(through_cache(mechanism, inputs, sizes), whole, 1e-4, "chunked")
 
 
+@each_path
 @each_variant
 def test_one_by_one_across_every_edge(variant: Variant) -> None:
     length = PREFIX + 2 * WINDOW + 3
@@ -219,6 +251,7 @@ def weights(mechanism: Mechanism, run: Any, length: int, seed: int = 0) -> Tenso
         return run(*inputs.values())[0]
 
 
+@each_path
 @each_variant
 def test_the_same_keys_get_weight_as_in_the_formula(variant: Variant) -> None:
     length = 2 * WINDOW + 2 * BLOCK + 16
@@ -353,6 +386,7 @@ def test_gradients_reach_every_parameter_from_the_start(variant: Variant, kv_hea
         assert (per_unit > 0).all(), f"{name}: some of it gets no gradient"
 
 
+@each_path
 @each_variant
 @pytest.mark.parametrize("length", [1, PREFIX + WINDOW + 5])
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])

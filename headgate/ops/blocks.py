@@ -19,9 +19,8 @@ from torch import Tensor
 from headgate.errors import HeadgateError
 from headgate.ops import reference
 from headgate.ops.dispatch import Op, check
-from headgate.ops.merge import merged
 from headgate.ops.registration import refuse_gradient, register, register_gradient
-from headgate.ops.span import span_attention
+from headgate.ops.span import causal_gradients, span_attention
 from headgate.ops.tiles import query_tiles
 from headgate.ops.top_k import highest
 
@@ -96,28 +95,44 @@ def choose_blocks(q: Tensor, k: Tensor, *, block: int, scale: float) -> Tensor:
 
 @BLOCKS.path("torch")
 def _torch(q: Tensor, k: Tensor, v: Tensor, *, block: int, scale: float) -> Tensor:
-    own, own_lse = own_block_attention(q, k, v, block)
-    chosen = choose_blocks(q, k, block=block, scale=scale)
-    if chosen.shape[-1] == 0:
-        return own
-    far, far_lse = _selected(q, k, v, chosen, block)
-    return merged(own, own_lse, far, far_lse)
+    out: Tensor = _attend(q, k, v, choose_blocks(q, k, block=block, scale=scale), block)[0]
+    return out
 
 
-def own_block_attention(q: Tensor, k: Tensor, v: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Causal attention inside each aligned block, and its log-sum-exp: blocks become a batch."""
-    first = (k.shape[2] - q.shape[2]) // block * block
-    front, back = k.shape[2] - q.shape[2] - first, -k.shape[2] % block
+@dataclass(frozen=True)
+class OwnBlocks:
+    """Blocks as a batch, so that attention inside them is causal attention: (B*blocks,heads,block,D).
 
-    def batched(t: Tensor) -> Tensor:
-        return t.unflatten(2, (-1, block)).transpose(1, 2).flatten(0, 1)  # (B*blocks,heads,block,D)
+    Only the blocks that hold queries count. Padded keys lie behind every real query of their block, and the
+    padded queries' results are cut off.
+    """
 
-    # Padded keys lie behind every real query of their block; the padded queries' results are cut off.
-    padded = F.pad(q, (0, 0, front, back)), *(F.pad(t[:, :, first:], (0, 0, 0, back)) for t in (k, v))
-    out, lse = span_attention(*map(batched, padded))
-    real = slice(front, front + q.shape[2])
-    out = out.unflatten(0, (q.shape[0], -1)).transpose(1, 2).flatten(2, 3)[:, :, real]
-    return out, lse.unflatten(0, (q.shape[0], -1)).transpose(1, 2).flatten(2, 3)[:, :, real]
+    block: int
+    first: int
+    """Position of the first block that holds a query."""
+    front: int
+    back: int
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, block: int) -> "OwnBlocks":
+        position = k.shape[2] - q.shape[2]
+        return cls(block, position - position % block, position % block, -k.shape[2] % block)
+
+    def queries(self, t: Tensor) -> Tensor:
+        return self._batched(t, self.front)
+
+    def keys(self, t: Tensor) -> Tensor:
+        return self._batched(t[:, :, self.first :], 0)
+
+    def _batched(self, t: Tensor, front: int) -> Tensor:
+        if front or self.back:
+            t = F.pad(t, (*(0, 0) * (t.ndim - 3), front, self.back))
+        return t.unflatten(2, (-1, self.block)).transpose(1, 2).flatten(0, 1)
+
+    def unbatched(self, t: Tensor, batch: int, front: int) -> Tensor:
+        """(B*blocks,heads,block,...) -> (B,heads,T,...)"""
+        t = t.unflatten(0, (batch, -1)).transpose(1, 2).flatten(2, 3)
+        return t[:, :, front : t.shape[2] - self.back]
 
 
 @dataclass(frozen=True)
@@ -125,7 +140,7 @@ class Plan:
     """Choices sorted by key block and cut into tiles of TILE_QUERIES choices that share one."""
 
     queries: Tensor
-    """(tiles,n): which row of q (B*H*Tq,D) stands in each place of a tile; 0 where it is empty."""
+    """(tiles,n): which row of the queries (B*Tq*H,D) stands in each place of a tile; 0 where it is empty."""
     empty: Tensor
     """(tiles,n): the places without a choice."""
     blocks: Tensor
@@ -141,7 +156,8 @@ def plan_tiles(chosen: Tensor, kv_heads: int, blocks: int) -> Plan:
     batch = torch.arange(b, device=chosen.device)[:, None, None, None]
     group = (torch.arange(h, device=chosen.device) // (h // kv_heads))[:, None, None]
     of_block = ((batch * kv_heads + group) * blocks + chosen)[chosen >= 0]
-    of_query = torch.arange(b * h * t, device=chosen.device).view(b, h, t, 1).expand_as(chosen)[chosen >= 0]
+    number = torch.arange(b * t * h, device=chosen.device).view(b, t, h, 1).transpose(1, 2)
+    of_query = number.expand_as(chosen)[chosen >= 0]
     of_block, order = of_block.sort(stable=True)
     counts = torch.bincount(of_block, minlength=b * kv_heads * blocks)
     tiles = -(-counts // TILE_QUERIES)
@@ -161,51 +177,60 @@ def plan_tiles(chosen: Tensor, kv_heads: int, blocks: int) -> Plan:
     )
 
 
-def _rows(k: Tensor, block: int) -> Tensor:
+def _rows(t: Tensor) -> Tensor:
+    """Anything per query as rows, (B,H,Tq,...) -> (B*Tq*H,...): the order in which projections leave it."""
+    return t.transpose(1, 2).flatten(0, 2)
+
+
+def _block_rows(k: Tensor, block: int) -> Tensor:
     """The complete blocks as rows: (B*G*blocks,block,D)."""
     n = k.shape[2] // block
     return k[:, :, : n * block].reshape(-1, block, k.shape[3])
 
 
 def _results(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3])
+    b, h, t, d = q.shape
+    return q.new_empty((b, t, h, d)).transpose(1, 2), q.new_empty((b, t, h)).transpose(1, 2)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, block: int, out: Tensor, lse: Tensor) -> None:
-    """Attention over the chosen blocks alone, and its log-sum-exp: 0 and -inf for a query that has none."""
-    scaled = q.reshape(-1, q.shape[3]) / math.sqrt(q.shape[3])
-    k_rows, v_rows = _rows(k, block), _rows(v, block)
+    scaled = _rows(q) / math.sqrt(q.shape[3])
+    k_rows, v_rows = _block_rows(k, block), _block_rows(v, block)
+    own = OwnBlocks.of(q, k, block)
+    own_out, own_lse = span_attention(own.queries(q), own.keys(k), own.keys(v))
+    own_lse = _rows(own.unbatched(own_lse, q.shape[0], own.front))
     plan = plan_tiles(chosen, k.shape[1], k.shape[2] // block)
 
-    # A query's blocks lie in different tiles. A first pass finds the log-sum-exp over all of them; with it
-    # the second has the final weights at once. Keeping the first pass's scores would take memory for every
-    # pair.
+    # A query's blocks lie in different tiles. A first pass finds the log-sum-exp over all of them and the own
+    # block; with it the second has the final weights at once, and no scores need to be kept in between.
     per_tile = [(scaled[part.queries] @ k_rows[part.blocks].mT).logsumexp(-1) for part in plan.chunks()]
-    partial = torch.cat(per_tile).masked_fill_(plan.empty, -math.inf).flatten()
+    partial = (
+        torch.cat([own_lse.new_empty(0, TILE_QUERIES), *per_tile])
+        .masked_fill_(plan.empty, -math.inf)
+        .flatten()
+    )
     queries = plan.queries.flatten()
-    top = q.new_full((len(scaled),), -math.inf).scatter_reduce_(0, queries, partial, "amax")
-    share = (
-        (partial - top[queries]).exp_().nan_to_num_(0.0)
-    )  # an empty place of a query that has nothing else
-    flat_lse = top.add_(q.new_zeros(len(scaled)).index_add_(0, queries, share).log_())
-    lse.copy_(flat_lse.view(lse.shape))
+    top = own_lse.clone().scatter_reduce_(0, queries, partial, "amax")
+    total = (own_lse - top).exp_().index_add_(0, queries, (partial - top[queries]).exp_())
+    flat_lse = top.add_(total.log_())
+    _rows(lse).copy_(flat_lse)
 
-    flat_out = out.view(-1, q.shape[3]).zero_()
+    rows = _rows(out)
+    own_share = (own_lse - flat_lse).exp_()[:, None]
+    rows.copy_(_rows(own.unbatched(own_out, q.shape[0], own.front)) * own_share)
     for part in plan.chunks():
         p = (scaled[part.queries] @ k_rows[part.blocks].mT).sub_(flat_lse[part.queries][..., None]).exp_()
         p.masked_fill_(part.empty[..., None], 0.0)
-        flat_out.index_add_(0, part.queries.flatten(), (p @ v_rows[part.blocks]).flatten(0, 1))
+        rows.index_add_(0, part.queries.flatten(), (p @ v_rows[part.blocks]).flatten(0, 1))
 
 
-def _gradient_results(
-    d_out: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any
-) -> tuple[Tensor, ...]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _gradient_results(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    b, h, t, d = q.shape
+    return q.new_empty((b, t, h, d)).transpose(1, 2), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _backward(
     d_out: Tensor,
-    d_lse: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -217,51 +242,58 @@ def _backward(
     d_k: Tensor,
     d_v: Tensor,
 ) -> None:
+    """Every branch is differentiated with the output and log-sum-exp of the whole: exp(s - lse) are then the
+    final weights, and out . d_out is the same for all branches."""
+    own = OwnBlocks.of(q, k, block)
+    queries, keys = map(own.queries, (q, out, lse, d_out)), map(own.keys, (k, v))
+    (q_own, out_own, lse_own, d_own), (k_own, v_own) = queries, keys
+    own_gradients = causal_gradients(d_own, q_own, k_own, v_own, out_own, lse_own)
+    d_q.copy_(own.unbatched(own_gradients[0], q.shape[0], own.front))
+    for total, part in ((d_k, own_gradients[1]), (d_v, own_gradients[2])):
+        total[:, :, : own.first] = 0.0
+        total[:, :, own.first :] = own.unbatched(part, q.shape[0], 0)
+
     scale = 1 / math.sqrt(q.shape[3])
-    flat_q, flat_d = q.reshape(-1, q.shape[3]), d_out.reshape(-1, q.shape[3])
-    k_rows, v_rows, flat_lse = _rows(k, block), _rows(v, block), lse.flatten()
-    delta = (flat_d * out.reshape(flat_d.shape)).sum(-1) - d_lse.flatten()
-    flat_d_q, d_k_rows, d_v_rows = (
-        d_q.view(flat_q.shape).zero_(),
-        torch.zeros_like(k_rows),
-        torch.zeros_like(v_rows),
-    )
-    for part in plan_tiles(chosen, k.shape[1], k.shape[2] // block).chunks():
-        q_tiles, d_tiles, k_tiles = flat_q[part.queries], flat_d[part.queries], k_rows[part.blocks]
-        p = (q_tiles @ k_tiles.mT * scale).sub_(flat_lse[part.queries][..., None]).exp_()
-        p.masked_fill_(part.empty[..., None], 0.0)
-        d_s = (d_tiles @ v_rows[part.blocks].mT).sub_(delta[part.queries][..., None]).mul_(p).mul_(scale)
-        flat_d_q.index_add_(0, part.queries.flatten(), (d_s @ k_tiles).flatten(0, 1))
-        d_k_rows.index_add_(0, part.blocks, d_s.mT @ q_tiles)
-        d_v_rows.index_add_(0, part.blocks, p.mT @ d_tiles)
+    flat_q, flat_d, flat_lse, rows = _rows(q), _rows(d_out), _rows(lse), _rows(d_q)
+    k_rows, v_rows = _block_rows(k, block), _block_rows(v, block)
+    d_k_rows, d_v_rows = torch.zeros_like(k_rows), torch.zeros_like(v_rows)
+    delta = (flat_d * _rows(out)).sum(-1)
+    for tiles in plan_tiles(chosen, k.shape[1], k.shape[2] // block).chunks():
+        q_tiles, d_tiles, k_tiles = flat_q[tiles.queries], flat_d[tiles.queries], k_rows[tiles.blocks]
+        p = (q_tiles @ k_tiles.mT * scale).sub_(flat_lse[tiles.queries][..., None]).exp_()
+        p.masked_fill_(tiles.empty[..., None], 0.0)
+        d_s = (d_tiles @ v_rows[tiles.blocks].mT).sub_(delta[tiles.queries][..., None]).mul_(p).mul_(scale)
+        rows.index_add_(0, tiles.queries.flatten(), (d_s @ k_tiles).flatten(0, 1))
+        d_k_rows.index_add_(0, tiles.blocks, d_s.mT @ q_tiles)
+        d_v_rows.index_add_(0, tiles.blocks, p.mT @ d_tiles)
     complete = k.shape[2] // block * block
-    for gradient, rows in ((d_k, d_k_rows), (d_v, d_v_rows)):
-        gradient[:, :, :complete] = rows.view(*k.shape[:2], complete, -1)
-        gradient[:, :, complete:] = 0.0
+    d_k[:, :, :complete] += d_k_rows.view(*k.shape[:2], complete, k.shape[3])
+    d_v[:, :, :complete] += d_v_rows.view(*v.shape[:2], complete, v.shape[3])
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, chosen, ctx.block = inputs
     ctx.save_for_backward(q, k, v, chosen, *output)
+    ctx.mark_non_differentiable(output[1])
 
 
-def _gradients(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
-    return *_selected_backward(d_out, d_lse, *ctx.saved_tensors, ctx.block), None, None
+def _gradients(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    return *_attend_backward(d_out, *ctx.saved_tensors, ctx.block), None, None
 
 
-_selected = register(
-    "selected_blocks",
+_attend = register(
+    "block_selected",
     "(Tensor q, Tensor k, Tensor v, Tensor chosen, int block) -> (Tensor, Tensor)",
     _results,
     _forward,
 )
-_selected_backward = register(
-    "selected_blocks_backward",
-    "(Tensor d_out, Tensor d_lse, Tensor q, Tensor k, Tensor v, Tensor chosen, Tensor out, Tensor lse, "
-    "int block) -> (Tensor, Tensor, Tensor)",
+_attend_backward = register(
+    "block_selected_backward",
+    "(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor chosen, Tensor out, Tensor lse, int block)"
+    " -> (Tensor, Tensor, Tensor)",
     _gradient_results,
     _backward,
 )
-register_gradient("selected_blocks", _setup, _gradients)
-refuse_gradient("selected_blocks_backward")
+register_gradient("block_selected", _setup, _gradients)
+refuse_gradient("block_selected_backward")
 BLOCKS.path("reference")(reference.block_selected_attention)

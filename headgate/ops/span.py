@@ -189,6 +189,17 @@ def _path(op: Any) -> Any:
     return run
 
 
+def causal_gradients(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k, v through causal attention that is one branch of a larger softmax, given the
+    output and the log-sum-exp of the whole."""
+    native = span_native.refuse(q) is None
+    backward = torch.ops.headgate.span_native_backward if native else torch.ops.headgate.span_torch_backward
+    d_q, d_k, d_v, _ = backward(d_out, None, q, k, v, None, out, lse, None, 0, 0, 0, 0)
+    return d_q, d_k, d_v
+
+
 SPAN.path("native", refuse=lambda q, *args, **options: span_native.refuse(q))(
     _path(_register("span_native", span_native))
 )
