@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -267,6 +268,39 @@ def sgemm_gflops(size: int = 1024) -> float:
     return 2 * size**3 / best / 1e9
 
 
+def interleaved(
+    runs: Mapping[str, Callable[[], object]],
+    *,
+    seconds: float,
+    least_rounds: int = 3,
+    most_rounds: int = 30,
+    progress: Callable[[str], None] = lambda text: None,
+) -> dict[str, list[float]]:
+    """Seconds of each run by name, one entry a round: in a round every run takes its turn once.
+
+    Each runs once beforehand, unmeasured. Rounds go on for about `seconds`.
+    """
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for name, run in runs.items():
+        progress(f"warming up {name}")
+        run()
+    begun, rounds = time.perf_counter(), 0
+    while rounds < least_rounds or (rounds < most_rounds and time.perf_counter() - begun < seconds):
+        rounds += 1
+        progress(f"round {rounds}")
+        for name, run in runs.items():
+            at = time.perf_counter()
+            run()
+            times[name].append(time.perf_counter() - at)
+    return times
+
+
+def ratios(times: Mapping[str, list[float]], name: str, to: str) -> tuple[float, float, float]:
+    """Median and quartiles, over the rounds, of a run's time relative to another's in the same round."""
+    each = sorted(a / b for a, b in zip(times[name], times[to], strict=True))
+    return median(each), each[len(each) // 4], each[-1 - len(each) // 4]
+
+
 def measure(
     cases: list[Case],
     lengths: list[int],
@@ -286,20 +320,13 @@ def measure(
         inputs = shape.inputs(length)
         for passes, backward in (("forward", False), ("forward+backward", True)):
             chosen = [baseline(), *(case for case in cases if case.backward or not backward)]
-            times: dict[str, list[float]] = {case.name: [] for case in chosen}
-            for case in chosen:
-                progress(f"T={length} {passes}: warming up {case.name}")
-                case.run(inputs, backward=backward)
-            begun, rounds = time.perf_counter(), 0
-            while rounds < 3 or (
-                rounds < most_rounds and time.perf_counter() - begun < seconds * len(chosen) / 4
-            ):
-                progress(f"T={length} {passes}: round {rounds + 1}")
-                for case in chosen:
-                    at = time.perf_counter()
-                    case.run(inputs, backward=backward)
-                    times[case.name].append(time.perf_counter() - at)
-                rounds += 1
+            runs = {case.name: partial(case.run, inputs, backward=backward) for case in chosen}
+            times = interleaved(
+                runs,
+                seconds=seconds * len(chosen) / 4,
+                most_rounds=most_rounds,
+                progress=lambda text, at=f"T={length} {passes}": progress(f"{at}: {text}"),  # type: ignore[misc]
+            )
             for case in chosen:
                 result.figures.append(_figure(case, length, passes, times, result.sgemm_gflops, shape))
     for case in [baseline(), *cases]:
@@ -316,7 +343,6 @@ def measure(
 def _figure(
     case: Case, length: int, passes: str, times: Mapping[str, list[float]], sgemm: float, shape: Shape
 ) -> Figure:
-    ratios = sorted(t / b for t, b in zip(times[case.name], times[BASELINE], strict=True))
     seconds = median(times[case.name])
     # Two products in the forward and five in the backward, each of 2 D flops a pair.
     products = 7 if passes == "forward+backward" else 2
@@ -328,9 +354,7 @@ def _figure(
         length,
         passes,
         seconds,
-        median(ratios),
-        ratios[len(ratios) // 4],
-        ratios[-1 - len(ratios) // 4],
+        *ratios(times, case.name, BASELINE),
         gflops,
         gflops / sgemm,
     )
