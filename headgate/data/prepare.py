@@ -223,14 +223,17 @@ def _tokenizer(folder: Path, request: Request, source: Source, display: Display)
 
 
 def _training_texts(source: Source, shares: Shares, limit: int) -> Iterator[str]:
+    left = limit
     for file in source.files:
         for document in source.documents(file):
             data = document.text.encode()
             if split_of(np.array([document_key(data)], dtype=np.uint64), shares)[0] == 0:
                 yield document.text
-                limit -= len(data)
-                if limit <= 0:
+                left -= len(data)
+                if left <= 0:
                     return
+    if left == limit:
+        raise HeadgateError(f"source {source.given!r} is empty: it has no text for the training split")
 
 
 def _write_shards(
@@ -262,7 +265,7 @@ def _write_shards(
                 progress = replace(progress, fingerprint=source.fingerprint(source.files[progress.now.file]))
             config.save(progress, folder / "progress.json")
 
-        display.say(f"tokenising {len(sizes):,} files, {sum(sizes) / 1e6:,.1f} MB, with {workers} workers")
+        display.say(f"tokenising {len(sizes):,} files, {sum(sizes) / 1e6:,.1f} MB; workers: {workers}")
         chunks = read_chunks(source, progress.now.file, progress.now.row)
         results = stack.enter_context(closing(encode_in_order(chunks, tokenizer, workers)))
         committed = time.monotonic()
