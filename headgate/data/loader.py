@@ -130,6 +130,9 @@ class Loader:
                 f"batch_size={batch_size}, rank={rank}, ranks={ranks} do not fit; "
                 "expected a batch of at least 1, and a rank from 0 to ranks - 1"
             )
+        bare = next((shard for shard in split.shards if document_ids and not shard.has_index), None)
+        if bare is not None:
+            raise HeadgateError(f"{bare.path} has no index, so documents cannot be told apart in it")
         self.windows = Windows(split, length)
         self.batch_size, self.seed, self.rank, self.ranks = batch_size, seed, rank, ranks
         self._document_ids = document_ids

@@ -111,8 +111,6 @@ class Shard:
 
     def load_ends(self) -> np.ndarray:
         """Where each document ends, in tokens."""
-        if not self.has_index:
-            raise HeadgateError(f"{beside(self.path, '.index')} is missing; documents cannot be told apart")
         return _map(beside(self.path, ".index"), "<u8")
 
     def load_loss(self) -> np.ndarray:

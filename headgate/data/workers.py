@@ -19,7 +19,7 @@ from headgate.data.splits import document_key
 from headgate.data.tokenizers import Tokenizer
 from headgate.errors import HeadgateError
 
-CHUNK_CHARACTERS = 1 << 20
+CHUNK_CHARACTERS = 1 << 18
 
 
 class Chunk(NamedTuple):
@@ -83,7 +83,7 @@ def encode_in_order(
         end: StopIteration | HeadgateError | None = None
         try:
             while True:
-                while end is None and len(pending) < 2 * workers:
+                while end is None and len(pending) < 4 * workers:
                     try:
                         chunk = next(chunks)
                     except (StopIteration, HeadgateError) as error:

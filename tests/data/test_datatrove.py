@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import make_texts, write_parquet
+from data_examples import make_texts, write_parquet
 
 from headgate.data.loader import IGNORED, Loader
 from headgate.data.prepare import Request, prepare
@@ -80,7 +80,7 @@ def test_we_train_from_what_datatrove_wrote(tmp_path: Path, tokenizer_path: Path
     split = open_split(tmp_path, "train")
     assert len(split.shards) > 3
     assert check(tmp_path) is None
-    tokenizer = make_tokenizer(str(tokenizer_path), training_texts=list)
+    tokenizer = make_tokenizer(str(tokenizer_path))
     documents, end = [], tokenizer.end_of_text_id
     for shard in split.shards:
         tokens = shard.load_tokens()
@@ -119,7 +119,7 @@ def test_four_bytes_a_token(shared: Path, tmp_path: Path) -> None:
     run_datatrove(tmp_path, qwen, TEXTS[:20], shuffle_documents=False, save_final_metadata=False)
     split = open_split(tmp_path, "train")
     assert split.shards[0].dtype == "<u4"
-    tokenizer = make_tokenizer(str(qwen), training_texts=list)
+    tokenizer = make_tokenizer(str(qwen))
     expected = [
         t for tokens in tokenizer.encode(TEXTS[:20]) for t in [*tokens.tolist(), tokenizer.end_of_text_id]
     ]

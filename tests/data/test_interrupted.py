@@ -8,11 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import tree, write_mixed
+from data_examples import tree, write_mixed
 
 from headgate.data import prepare as preparing
 from headgate.data import shards, workers
 from headgate.data.prepare import Request, prepare
+from headgate.data.tokenizers import make_tokenizer
 from headgate.errors import HeadgateError
 
 KILLS = 9  # for each of the three requests below
@@ -127,6 +128,20 @@ def test_every_single_commit_can_be_the_last(tmp_path: Path, monkeypatch: pytest
                 continue
             break
         assert tree(tmp_path / f"out{stop}") == tree(tmp_path / "whole")
+
+
+def test_the_closing_token_outlives_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have come from a file beside the tokenizer, of which the folder has no copy."""
+    monkeypatch.chdir(tmp_path)
+    definition = make_tokenizer("byte").definition.replace("<|endoftext|>", "[END]")
+    (tmp_path / "tokenizer.json").write_text(definition)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "[END]"}')
+    (tmp_path / "a.jsonl").write_text('{"text": "good"}\n[]\n')
+    request = Request("a.jsonl", ".")
+    with pytest.raises(HeadgateError, match="line 2 holds a list"):
+        prepare(request, "out", workers=1)
+    (tmp_path / "a.jsonl").write_text('{"text": "good"}\n')
+    assert prepare(request, "out", workers=1).tokenizer.end_of_text == "[END]"
 
 
 def test_an_unfinished_folder_says_so(tmp_path: Path) -> None:

@@ -201,6 +201,12 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         Loader(split, length=0, batch_size=1)
     with pytest.raises(HeadgateError, match="rank=2, ranks=2 do not fit"):
         Loader(split, length=5, batch_size=1, rank=2, ranks=2)
+    (tmp_path / "00000.ds.metadata").write_text("name|2\n50\n")
+    (tmp_path / "00000.ds.index").unlink()
+    bare = open_split(tmp_path, "train")
+    assert next(Loader(bare, length=5, batch_size=1))[0].shape == (1, 5)
+    with pytest.raises(HeadgateError, match=r"00000.ds has no index, so documents"):
+        Loader(bare, length=5, batch_size=1, document_ids=True)
     state = Loader(split, length=5, batch_size=1).state()
     for name, value in (("length", 6), ("seed", 1), ("tokens", 51)):
         with pytest.raises(HeadgateError, match=f"was made with {name}={value}, not"):

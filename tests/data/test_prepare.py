@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Run, make_texts, tree, write_mixed, write_parquet
+from data_examples import Run, make_texts, tree, write_mixed, write_parquet
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -348,8 +348,8 @@ def test_two_at_once_are_kept_apart(tmp_path: Path) -> None:
         (["good.jsonl", "--tokenizer", "nonsense"], "tokenizer 'nonsense' is unknown"),
         (["good.jsonl", "--tokenizer", "bpe:4096"], "found only"),
         (["good.jsonl", "--text-column", "body"], "has no 'body'"),
-        (["good.jsonl", "--splits", "80/20"], "splits '80/20' are not three"),
-        (["good.jsonl", "--splits", "0/1/1"], "are not three whole shares"),
+        (["good.jsonl", "--splits", "80/20"], "splits '80/20' are not whole shares of train"),
+        (["good.jsonl", "--splits", "0/1/1"], "leave nothing to train on"),
         (["good.jsonl", "--max-tokens", "0"], "max_tokens=0 is too small"),
         (["good.jsonl", "--workers", "0"], "workers=0 is too small"),
     ],

@@ -11,7 +11,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import make_texts, write_mixed, write_parquet
+from data_examples import make_texts, write_mixed, write_parquet
 from fsspec.implementations.dirfs import DirFileSystem
 
 from headgate.data import workers
@@ -219,12 +219,12 @@ def test_a_dataset_on_the_hub_is_streamed(hub: Path, tmp_path: Path, monkeypatch
 def test_a_tokenizer_on_the_hub(hub: Path, tmp_path: Path) -> None:
     folder = hub / "Qwen" / "Qwen3-0.6B"
     folder.mkdir(parents=True)
-    definition = make_tokenizer("byte", training_texts=list).definition
+    definition = make_tokenizer("byte").definition
     (folder / "tokenizer.json").write_text(definition)
-    tokenizer = make_tokenizer("Qwen/Qwen3-0.6B", training_texts=list)
+    tokenizer = make_tokenizer("Qwen/Qwen3-0.6B")
     assert tokenizer.definition == definition
     with pytest.raises(HeadgateError, match="'Qwen/absent' cannot be read: FileNotFoundError"):
-        make_tokenizer("Qwen/absent", training_texts=list)
+        make_tokenizer("Qwen/absent")
 
 
 def test_a_memory_file_system(tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_without_the_hub_extra_it_is_said_what_to_install(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     use: Callable[[], object] = {
         "source": lambda: Source("hf://datasets/HuggingFaceFW/fineweb"),
-        "tokenizer": lambda: make_tokenizer("Qwen/Qwen3-0.6B", training_texts=list),
+        "tokenizer": lambda: make_tokenizer("Qwen/Qwen3-0.6B"),
     }[what]
     with pytest.raises(HeadgateError, match=r"pip install 'headgate\[hf\]'"):
         use()

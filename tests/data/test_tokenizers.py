@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import make_texts
+from data_examples import make_texts
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +14,7 @@ from headgate.data.tokenizers import Tokenizer, make_tokenizer
 from headgate.errors import HeadgateError
 
 TEXTS = make_texts(400)
-BYTE = make_tokenizer("byte", training_texts=list)
+BYTE = make_tokenizer("byte")
 BPE = make_tokenizer("bpe:300", training_texts=lambda: TEXTS)
 
 
@@ -59,6 +59,12 @@ def test_two_bytes_a_token_up_to_65536_entries() -> None:
         assert (tokenizer.vocab_size, tokenizer.dtype) == (size, np.dtype(dtype))
 
 
+def test_gaps_in_the_numbers_are_counted() -> None:
+    changed = json.loads(BPE.definition)
+    changed["model"]["vocab"]["far"] = 500
+    assert Tokenizer(json.dumps(changed)).vocab_size == 501
+
+
 def test_truncation_and_padding_of_a_tokenizer_are_turned_off() -> None:
     definition = json.loads(BPE.definition)
     definition["truncation"] = {
@@ -80,19 +86,19 @@ def test_it_travels_to_a_worker() -> None:
 def test_from_a_path_and_a_folder(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(BPE.definition)
     for name in (tmp_path, tmp_path / "tokenizer.json"):
-        assert make_tokenizer(str(name), training_texts=list).definition == BPE.definition
+        assert make_tokenizer(str(name)).definition == BPE.definition
 
 
 def test_the_end_of_text_is_found_or_asked_for(tmp_path: Path) -> None:
     renamed = BPE.definition.replace("<|endoftext|>", "[END]")
     (tmp_path / "tokenizer.json").write_text(renamed)
     with pytest.raises(HeadgateError, match=r"has none of <\|endoftext\|>, .*--end-of-text"):
-        make_tokenizer(str(tmp_path), training_texts=list)
-    assert make_tokenizer(str(tmp_path), end_of_text="[END]", training_texts=list).end_of_text_id == 0
+        make_tokenizer(str(tmp_path))
+    assert make_tokenizer(str(tmp_path), end_of_text="[END]").end_of_text_id == 0
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "[END]"}}')
-    assert make_tokenizer(str(tmp_path), training_texts=list).end_of_text == "[END]"
+    assert make_tokenizer(str(tmp_path)).end_of_text == "[END]"
     with pytest.raises(HeadgateError, match=r"has no token '\[FIN\]'"):
-        make_tokenizer(str(tmp_path), end_of_text="[FIN]", training_texts=list)
+        make_tokenizer(str(tmp_path), end_of_text="[FIN]")
 
 
 @pytest.mark.parametrize(
@@ -118,7 +124,7 @@ def test_a_bad_tokenizer_is_one_clear_sentence(
 
 
 def test_qwen(shared: Path) -> None:
-    tokenizer = make_tokenizer(str(shared / "tokenizers" / "qwen3"), training_texts=list)
+    tokenizer = make_tokenizer(str(shared / "tokenizers" / "qwen3"))
     assert (tokenizer.vocab_size, tokenizer.dtype.itemsize) == (151_669, 4)
     assert tokenizer.end_of_text == "<|endoftext|>"
     assert [tokenizer.decode(tokens) for tokens in tokenizer.encode(TEXTS[:9])] == TEXTS[:9]
