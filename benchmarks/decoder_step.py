@@ -3,7 +3,7 @@
     python benchmarks/decoder_step.py --lengths 4096 8192 16384 32768
 
 Times are interleaved in one process; a figure is the median over rounds of the ratio to `full` in
-the same round. Peak memory is that of one step in a fresh process, above what the process holds before the model is built.
+the same round. Peak memory is that of two steps in a fresh process, above what it holds without a model.
 """
 
 import argparse
@@ -72,7 +72,8 @@ def main() -> None:
     names = ["full", *(name for name in options.mechanisms if name != "full")]
     seconds: dict[str, list[float]] = {name: [] for name in names}
     print(
-        f"{options.recipe}, one sequence a step, {torch.get_num_threads()} threads; time and peak memory relative to full"
+        f"{options.recipe}, one sequence a step, {torch.get_num_threads()} threads: "
+        "seconds, time and peak memory relative to full"
     )
     print(f"{'':30}" + "".join(f"{f'T={length}':>34}" for length in options.lengths))
     cells: dict[str, list[str]] = {name: [] for name in names}
