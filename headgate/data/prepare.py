@@ -99,13 +99,15 @@ def prepare(request: Request, out: str | os.PathLike[str], *, workers: int | Non
     existed = folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise HeadgateError(f"folder {str(folder)!r} cannot be made: {error.strerror}") from error
+    try:
         with _locked(folder):
-            manifest = _prepare(request, source, folder, workers or _cores())
-        return manifest
+            return _prepare(request, source, folder, workers or _cores())
     except OSError as error:
         raise HeadgateError(
-            f"{str(error.filename or folder)!r} cannot be written: {error.strerror}; what was done before is "
-            "kept, and the same command continues from there"
+            f"{str(error.filename or folder)!r} cannot be written: {error.strerror}; what was done "
+            "before is kept, and the same command continues from there"
         ) from error
     except BrokenProcessPool as error:
         raise HeadgateError(
