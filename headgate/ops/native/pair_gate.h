@@ -8,8 +8,8 @@
 
 namespace headgate {
 
-constexpr int GROUP = ROWS;  // keys whose hidden layer the backward keeps at once, in the first-level cache
-constexpr int CHAINS = 3;    // activations computed side by side, to hide the latency of one
+// Keys at a time: their activations hide one another's latency, and the backward keeps them in the first-level cache.
+constexpr int GROUP = ROWS;
 
 // gelu(z) = (z + |z| (1 - N)) / 2, N = 1 - tanh(u), u = sqrt(2/pi) (|z| + 0.044715 |z|^3): even in z but for z / 2.
 // N decays like a Gaussian, so its eighth root is nearly straight: a polynomial of degree 6 and three squarings give
@@ -73,21 +73,19 @@ struct GateTile {
 template <int M, bool KEEP>
 HEADGATE_INLINE void gate_logits(const GateTile& t, int row, int lane, vec* logits, vec (*values)[GROUP],
                                  vec (*slopes)[GROUP]) {
-    for (int first = 0; first < GROUP; first += CHAINS) {
-        const float* key_half = t.key_half + (row + first) * M;
-        vec sums[CHAINS];
-        for (vec& sum : sums) sum = broadcast(t.b2);
-        for (int m = 0; m < M; ++m) {
-            const vec query_half = load(t.query_half + m * BLOCK + lane);
-            vec value[CHAINS], slope[CHAINS];
-            for (int c = 0; c < CHAINS; ++c) activation<KEEP>(query_half + key_half[c * M + m], value[c], slope[c]);
-            for (int c = 0; c < CHAINS; ++c) {
-                sums[c] += value[c] * t.w2[m];
-                if (KEEP) values[m][first + c] = value[c], slopes[m][first + c] = slope[c];
-            }
+    const float* key_half = t.key_half + row * M;
+    vec sums[GROUP];
+    for (vec& sum : sums) sum = broadcast(t.b2);
+    for (int m = 0; m < M; ++m) {
+        const vec query_half = load(t.query_half + m * BLOCK + lane);
+        vec value[GROUP], slope[GROUP];
+        for (int c = 0; c < GROUP; ++c) activation<KEEP>(query_half + key_half[c * M + m], value[c], slope[c]);
+        for (int c = 0; c < GROUP; ++c) {
+            sums[c] += value[c] * t.w2[m];
+            if (KEEP) values[m][c] = value[c], slopes[m][c] = slope[c];
         }
-        for (int c = 0; c < CHAINS; ++c) logits[first + c] = sums[c];
     }
+    std::copy(sums, sums + GROUP, logits);
 }
 
 template <bool LOG>
