@@ -16,11 +16,18 @@ from torch import Tensor
 from headgate.ops import reference
 
 HIDDEN_ELEMENTS = 1 << 20
-"""Values of the hidden layer at a time, 4 MB in fp32: a pass over more leaves the cache, over less costs calls."""
+"""Values of the hidden layer at a time, 4 MB in fp32: more would leave the cache, less would be all calls."""
 QUERIES, KEYS = 64, 128
 """Queries of a tile at most, and keys of a piece at least."""
 LINEAR, CUBIC = 2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.044715
 """gelu(z) = z sigmoid(LINEAR z + CUBIC z^3): PyTorch's sigmoid takes a third of its tanh's time."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    queries: slice
+    keys: slice
+    unseen: Tensor
 
 
 class Gate:

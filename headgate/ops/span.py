@@ -5,7 +5,7 @@ a ring of keys further out that enters with a per-query log-weight. It returns t
 differentiably, so that branches over disjoint keys can be merged exactly.
 
 Shapes: q (B,H,Tq,D); k, v (B,G,Tk,D); ring_log_weight and lse (B,H,Tq). The output lies in memory as
-(B,Tq,H,D), as the projection after it wants it; a gradient lies as its input does.
+(B,Tq,H,D), as the projection after it wants it; a gradient lies as its input does if that has whole rows.
 """
 
 from typing import Any
@@ -135,7 +135,8 @@ def _gradients(
     d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     d_weight = q.new_empty(q.shape[:3] if weight is not None else (0,), dtype=span_torch.accumulator(q))
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), d_weight
+    d_q, d_k, d_v = (torch.empty_like(t) if t.stride(-1) == 1 else t.new_empty(t.shape) for t in (q, k, v))
+    return d_q, d_k, d_v, d_weight
 
 
 def _register(name: str, path: Any) -> Any:

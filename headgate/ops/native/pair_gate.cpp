@@ -6,7 +6,6 @@
 #include "parallel.h"
 
 #include <cmath>
-#include <vector>
 
 namespace headgate {
 
@@ -227,13 +226,13 @@ extern "C" __attribute__((visibility("default"))) void headgate_pair_gate_backwa
     const int64_t keys = span.keys * D, halves = span.keys * M, weights = M + 1;
     // Per worker: the sums of w2 and b2, and, unless they are final, those of the keys and of their halves.
     const int64_t each = weights + (shared > 1 ? 2 * keys : 0) + (slices > 1 ? halves : 0);
-    std::vector<float> parts(size_t(heads * slices * each));
+    float* parts = allocate(size_t(heads * slices * each));
     for_width(span.width, [&](auto width) {
         parallel_for(heads * slices, int(span.threads), [&](int64_t item) {
             const int64_t head = item / slices, b = head / span.heads(), h = head % span.heads();
             Attention<width()> attention(*call, b, h, true);
             attention.backward(item % slices, slices);
-            float* part = parts.data() + item * each;
+            float* part = parts + item * each;
             for (int m = 0; m < M; ++m) *part++ = sum(attention.d_w2[m]) * (0.5f / UNIT);
             *part++ = sum(attention.d_b2);
             const auto deliver = [&](const float* sums, int64_t row, const View& view, int64_t at, bool final) {
@@ -274,4 +273,5 @@ extern "C" __attribute__((visibility("default"))) void headgate_pair_gate_backwa
                 for (int64_t n = 0; n < slices; ++n) total += parts[((b * span.heads() + h) * slices + n) * each + m];
             (m < M ? call->d_w2[h * M + m] : call->d_b2[h]) = total;
         }
+    std::free(parts);
 }

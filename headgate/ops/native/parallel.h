@@ -1,11 +1,17 @@
 // Running work on torch's own threads, and memory that a thread keeps between calls.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <cstdlib>
+#include <limits>
 
 namespace headgate {
+
+// Fill memory with NaN before it is used, so that tests see what is read before it is written.
+extern bool poison;
 
 // Calls body(data) in `threads` threads at once, the caller's among them, and returns when all are done.
 void run_team(void (*body)(void*), void* data, int threads);
@@ -28,6 +34,15 @@ void parallel_for(int64_t count, int threads, const Work& work) {
         &shared, threads);
 }
 
+// Memory whose content is undefined, freed by std::free.
+inline float* allocate(size_t count) {
+    count = (std::max<size_t>(1, count) + 1023) / 1024 * 1024;
+    auto* memory = static_cast<float*>(std::aligned_alloc(4096, count * sizeof(float)));
+    if (!memory) std::abort();
+    if (poison) std::fill(memory, memory + count, std::numeric_limits<float>::quiet_NaN());
+    return memory;
+}
+
 // A thread's working memory: grows, and stays for the next call, since fresh pages would cost more than the kernels'
 // own traffic. What it holds is whatever was left in it.
 class Scratch {
@@ -36,10 +51,9 @@ public:
     float* floats(size_t count) {
         if (count > size_) {
             std::free(memory_);
-            size_ = (count + 1023) / 1024 * 1024;
-            memory_ = static_cast<float*>(std::aligned_alloc(4096, size_ * sizeof(float)));
-            if (!memory_) std::abort();
+            memory_ = allocate(size_ = count);
         }
+        if (poison) std::fill(memory_, memory_ + count, std::numeric_limits<float>::quiet_NaN());
         return memory_;
     }
     static Scratch& of_thread() {

@@ -18,9 +18,10 @@ constexpr int PANEL = WIDE * LANES;
 template <int N>
 using Vectors = std::integral_constant<int, N>;
 
-// c[i][j] (+)= sum over k < steps of a(i,k) * b[k][j], where a(i,k) = a[i * A_ROW + k * A_STEP].
+// c[i][j] (+)= sum over k < steps, at least one, of a(i,k) * b[k][j], where a(i,k) = a[i * A_ROW + k * A_STEP].
 template <int N, int A_ROW, int A_STEP, int B_STEP, bool ADD>
 HEADGATE_INLINE void product(const float* a, const float* b, float* c, int64_t c_row, int64_t steps) {
+    if (steps < 1) __builtin_unreachable();  // else the sums would pass through memory
     vec sum[ROWS][N];
     for (int i = 0; i < ROWS; ++i)
         for (int j = 0; j < N; ++j) sum[i][j] = ADD ? load(c + i * c_row + j * LANES) : vec{};

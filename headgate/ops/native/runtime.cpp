@@ -9,6 +9,8 @@
 
 namespace headgate {
 
+bool poison = false;
+
 // The library is not linked against an OpenMP runtime: torch brings its own, under a name that differs from build to
 // build, and a second one would mean a second team of threads fighting for the same cores. The loader hands over
 // torch's GOMP_parallel instead, which GNU's, Intel's and LLVM's runtimes all export.
@@ -49,6 +51,8 @@ void run_team(void (*body)(void*), void* data, int threads) {
 EXPORT void headgate_set_team(void* gomp_parallel) {
     headgate::team = reinterpret_cast<headgate::Team>(gomp_parallel);
 }
+
+EXPORT void headgate_set_poison(int on) { headgate::poison = on; }
 
 // 2: AVX-512, 1: AVX2 with FMA, 0: neither. Only what setup.py compiles for is asked.
 EXPORT int headgate_instruction_set() {

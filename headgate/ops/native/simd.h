@@ -1,11 +1,14 @@
 // The vector type of the kernels, as wide as the instruction set the file is compiled for, and its functions.
 //
-// GCC's vector extensions (clang has them too) instead of intrinsics: one source serves AVX-512, AVX2 and plain
+// GCC's vector extensions (clang has them too) rather than intrinsics: one source serves AVX-512, AVX2 and plain
 // builds (SSE2, NEON). Loads and stores are unaligned: on these machines they cost nothing when the address is not.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
+#if defined(__AVX__)
+#include <immintrin.h>
+#endif
 
 namespace headgate {
 
@@ -40,9 +43,18 @@ HEADGATE_INLINE void store(float* p, vec v) { std::memcpy(p, &v, sizeof v); }
 HEADGATE_INLINE vec broadcast(float x) { return x - vec{}; }
 HEADGATE_INLINE ivec broadcast(int32_t x) { return x - ivec{}; }
 
-// Where an operand is NaN the result is b: callers put what must not get lost second.
+// Where an operand is NaN the result is b: callers put what must not get lost second. The instructions do exactly
+// that, but GCC makes two of the plain expression.
+#if defined(__AVX512F__)
+HEADGATE_INLINE vec max(vec a, vec b) { return (vec)_mm512_max_ps((__m512)a, (__m512)b); }
+HEADGATE_INLINE vec min(vec a, vec b) { return (vec)_mm512_min_ps((__m512)a, (__m512)b); }
+#elif defined(__AVX__)
+HEADGATE_INLINE vec max(vec a, vec b) { return (vec)_mm256_max_ps((__m256)a, (__m256)b); }
+HEADGATE_INLINE vec min(vec a, vec b) { return (vec)_mm256_min_ps((__m256)a, (__m256)b); }
+#else
 HEADGATE_INLINE vec max(vec a, vec b) { return a > b ? a : b; }
 HEADGATE_INLINE vec min(vec a, vec b) { return a < b ? a : b; }
+#endif
 HEADGATE_INLINE vec select(ivec mask, vec yes, vec no) { return mask ? yes : no; }
 
 HEADGATE_INLINE float sum(vec v) {

@@ -10,8 +10,9 @@
 
 namespace headgate {
 
-constexpr int BLOCK = 96;  // queries at a time: a multiple of ROWS and of every LANES
-constexpr int CHUNK = 96;  // keys at a time, likewise
+constexpr int BLOCK = 48;  // queries at a time: a multiple of ROWS and of every LANES
+constexpr int FEW = 4;     // up to so many queries go another way
+constexpr int CHUNK = 192;  // keys at a time, likewise
 
 // A (B,H,T,D) tensor whose last dimension is contiguous; strides count floats.
 struct View {
@@ -163,6 +164,8 @@ HEADGATE_INLINE void add_over_queries(const float* weights, const float* in, flo
         }
     });
 }
+
+void attend_few(const SpanCall& call);
 
 template <class Work>
 void for_width(int64_t width, const Work& work) {

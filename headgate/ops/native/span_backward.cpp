@@ -214,8 +214,7 @@ extern "C" __attribute__((visibility("default"))) void headgate_span_backward(co
     const std::vector<Strip> strips = cut(*call);
     const int64_t pairs = call->batch * call->groups, cuts = int64_t(strips.size());
     const int64_t halo = (strips.back().halo + strips.back().halo_rows()) * 2 * call->width;  // of one head's strips
-    float* halos = static_cast<float*>(std::malloc(size_t(std::max<int64_t>(1, pairs * halo)) * sizeof(float)));
-    if (!halos) std::abort();
+    float* halos = allocate(size_t(pairs * halo));
     for_width(call->width, [&](auto width) {
         constexpr int D = width();
         parallel_for(pairs * cuts, int(call->threads), [&](int64_t item) {

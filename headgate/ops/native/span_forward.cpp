@@ -109,6 +109,7 @@ struct Forward {
 
 extern "C" __attribute__((visibility("default"))) void headgate_span_forward(const headgate::SpanCall* call) {
     using namespace headgate;
+    if (call->queries <= FEW) return attend_few(*call);
     const int64_t blocks = call->blocks(), repeat = call->repeat;
     for_width(call->width, [&](auto width) {
         // Late blocks first: under a full span they are the longest. Heads that share keys follow each other.
