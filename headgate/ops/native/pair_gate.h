@@ -90,7 +90,8 @@ HEADGATE_INLINE void gate_logits(const GateTile& t, int row, int lane, vec* logi
 
 template <bool LOG>
 HEADGATE_INLINE vec gated(vec score, const Gate& gate) {
-    return LOG ? score + gate.log2_open : score * gate.open;
+    const vec open = LOG ? score + gate.log2_open : score * gate.open;
+    return select(score < LOWEST, score, open);  // an unseen pair stays so, even if its gate is NaN
 }
 
 template <int M, bool LOG>
