@@ -4,15 +4,17 @@ Shapes: q (B,H,Tq,D); k, v (B,G,Tk,D); query_half (B,H,Tq,M), key_half (B,H,Tk,M
 gate's hidden layer, whose sum is the only thing computed per pair; w2 (H,M), b2 (H).
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from headgate.errors import HeadgateError
-from headgate.ops import reference
+from headgate.ops import pair_gate_torch, reference
 from headgate.ops.dispatch import Op, check
-from headgate.ops.tiles import query_tiles, recomputed
+from headgate.ops.native import pair_gate as pair_gate_native
+from headgate.ops.registration import refuse_gradient, register, register_gradient
+from headgate.ops.span_torch import accumulator
 
 PAIR_GATE = Op("pair_gated_attention")
 
@@ -54,43 +56,62 @@ def pair_gated_attention(
     return result
 
 
-@PAIR_GATE.path("torch")
-def _torch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    query_half: Tensor,
-    key_half: Tensor,
-    w2: Tensor,
-    b2: Tensor,
-    *,
-    form: str,
-    window: int | None,
-    start: int,
-) -> Tensor:
-    offset = k.shape[2] - q.shape[2]
-    reach = k.shape[2] if window is None else min(k.shape[2], window + 64)
-    outputs = []
-    for a, b in query_tiles(q.shape[2], q.shape[0] * q.shape[1] * reach * w2.shape[-1], most=64):
-        low = 0 if window is None else max(0, offset + a - window)
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor query_half, Tensor key_half, Tensor w2, Tensor b2"
+_OPTIONS = "str form, SymInt? window"
 
-        def tile(*tensors: Tensor, low: int = low) -> Tensor:
-            return reference.pair_gated_attention(*tensors, form=form, window=window, start=start + low)
 
-        keys = slice(low, offset + b)
-        outputs.append(
-            recomputed(
-                tile,
-                q[:, :, a:b],
-                k[:, :, keys],
-                v[:, :, keys],
-                query_half[:, :, a:b],
-                key_half[:, :, keys],
-                w2,
-                b2,
-            )
+def _results(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """The output, and of each query's softmax the greatest score and the sum relative to it."""
+    b, h, t, d = q.shape
+    out = q.new_empty((b, t, h, d)).transpose(1, 2)
+    return out, q.new_empty((b, h, t, 2), dtype=accumulator(q))
+
+
+def _gradients(d_out: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in inputs[:7])
+
+
+def _register(name: str, path: Any) -> Any:
+    """An op and its backward from a module with `forward` and `backward`, which fill what is allocated
+    here."""
+    op = register(name, f"({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor)", _results, path.forward)
+    backward = register(
+        f"{name}_backward",
+        f"(Tensor d_out, {_INPUTS}, Tensor out, Tensor softmax, {_OPTIONS}) -> ({', '.join(['Tensor'] * 7)})",
+        _gradients,
+        path.backward,
+    )
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*inputs[:7], *output)
+        ctx.options = inputs[7:]
+
+    def gradient(ctx: Any, d_out: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        return *backward(d_out, *ctx.saved_tensors, *ctx.options), None, None
+
+    register_gradient(name, setup, gradient)
+    refuse_gradient(f"{name}_backward")
+    return op
+
+
+def _path(op: Any) -> Any:
+    def run(*tensors: Tensor, form: str, window: int | None, start: int) -> Tensor:
+        result: Tensor = op(*tensors, form, window)[0]  # what a query sees depends on distances alone
+        return result
+
+    return run
+
+
+def _refuse_native(q: Tensor, *others: Tensor, **options: Any) -> str | None:
+    dtypes = {t.dtype for t in (q, *others)}
+    if len(dtypes) > 1:
+        return (
+            f"it takes one dtype, not {' and '.join(sorted(str(d).removeprefix('torch.') for d in dtypes))}"
         )
-    return torch.cat(outputs, 2)
+    return pair_gate_native.refuse(q, others[4].shape[-1])
 
 
+PAIR_GATE.path("native", refuse=_refuse_native)(_path(_register("pair_gate_native", pair_gate_native)))
+PAIR_GATE.path("torch")(_path(_register("pair_gate_torch", pair_gate_torch)))
 PAIR_GATE.path("reference")(reference.pair_gated_attention)

@@ -94,7 +94,8 @@ void query_rows(const View& view, int64_t b, int64_t h, int64_t first, int count
 
 // The rows [begin, end) of a chunk, in whole tiles, in which any of the lanes [lane, lane + width) sees a key.
 struct Rows {
-    int begin, end;
+    int begin = 0, end = 0;
+    Rows() = default;
     Rows(const Segment& s, int lane, int width, int chunk, int count) {
         begin = std::max(0, s.lo[lane] - chunk) / ROWS * ROWS;
         end = up_to_rows(std::clamp(s.hi[lane + width - 1] - chunk, 0, count));
@@ -143,6 +144,22 @@ HEADGATE_INLINE void add_over_keys(const float* weights, const float* in, float*
             const int to = std::min(count, segment.hi[std::min(i + ROWS, BLOCK) - 1] - chunk);
             if (from < to)
                 product<n(), 1, BLOCK, D, true>(weights + from * BLOCK + i, in + from * D + d, out + i * D + d, D,
+                                                to - from);
+        }
+    });
+}
+
+// out[key][d] += sum over queries of weights[key][query] * in[query][d], each tile of keys over those that see it.
+template <int D>
+HEADGATE_INLINE void add_over_queries(const float* weights, const float* in, float* out, const Segment& segment,
+                                      int queries, int chunk, int keys) {
+    for_panels<D>(D, [&](int d, auto n) {
+        int from = 0, to = 0;
+        for (int r = 0; r < keys; r += ROWS) {
+            while (from < queries && segment.hi[from] <= chunk + r) ++from;
+            while (to < queries && segment.lo[to] < chunk + r + ROWS) ++to;
+            if (from < to)
+                product<n(), BLOCK, 1, D, true>(weights + r * BLOCK + from, in + from * D + d, out + r * D + d, D,
                                                 to - from);
         }
     });

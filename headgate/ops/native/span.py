@@ -10,17 +10,17 @@ from headgate.ops.native import library
 WIDTHS = (16, 32, 64, 96, 128)
 
 
-class _View(ctypes.Structure):
+class View(ctypes.Structure):
     _fields_ = [("data", ctypes.c_void_p)] + [(n, ctypes.c_int64) for n in ("batch", "head", "token")]
 
 
-class _Call(ctypes.Structure):
+class Call(ctypes.Structure):
     """SpanCall in span.h."""
 
     _fields_ = [
         *((n, ctypes.c_int64) for n in ("batch", "groups", "repeat", "queries", "keys", "width", "threads")),
         *((n, ctypes.c_int64) for n in ("window", "dense_prefix", "global_tokens", "ring", "start")),
-        *((n, _View) for n in ("q", "k", "v", "out", "d_out", "d_q", "d_k", "d_v")),
+        *((n, View) for n in ("q", "k", "v", "out", "d_out", "d_q", "d_k", "d_v")),
         *((n, ctypes.c_void_p) for n in ("lse", "ring_log_weight", "d_lse", "d_ring_log_weight")),
     ]
 
@@ -50,10 +50,10 @@ def forward(
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    q, k, v = _rows(q), _rows(k), _rows(v)
+    q, k, v = rows(q), rows(k), rows(v)
     weight = None if ring_log_weight is None else ring_log_weight.contiguous()
-    call = _call(q, k, window, dense_prefix, global_tokens, ring, start)
-    call.q, call.k, call.v, call.out = _view(q), _view(k), _view(v), _view(out)
+    call = new_call(q, k, window, dense_prefix, global_tokens, ring, start)
+    call.q, call.k, call.v, call.out = view(q), view(k), view(v), view(out)
     call.lse, call.ring_log_weight = lse.data_ptr(), _pointer(weight)
     library.library().headgate_span_forward(ctypes.byref(call))
 
@@ -77,34 +77,40 @@ def backward(
     d_v: Tensor,
     d_weight: Tensor,
 ) -> None:
-    q, k, v, out, d_out = _rows(q), _rows(k), _rows(v), _rows(out), _rows(d_out)
+    q, k, v, out, d_out = rows(q), rows(k), rows(v), rows(out), rows(d_out)
     weight = None if ring_log_weight is None else ring_log_weight.contiguous()
     d_lse = None if d_lse is None else d_lse.contiguous()
     lse = lse.contiguous()
-    call = _call(q, k, window, dense_prefix, global_tokens, ring, start)
-    call.q, call.k, call.v, call.out, call.d_out = _view(q), _view(k), _view(v), _view(out), _view(d_out)
-    call.d_q, call.d_k, call.d_v = _view(d_q), _view(d_k), _view(d_v)
+    call = new_call(q, k, window, dense_prefix, global_tokens, ring, start)
+    call.q, call.k, call.v, call.out, call.d_out = view(q), view(k), view(v), view(out), view(d_out)
+    call.d_q, call.d_k, call.d_v = view(d_q), view(d_k), view(d_v)
     call.lse, call.ring_log_weight = lse.data_ptr(), _pointer(weight)
     call.d_lse, call.d_ring_log_weight = _pointer(d_lse), d_weight.data_ptr()
     library.library().headgate_span_backward(ctypes.byref(call))
 
 
-def _call(
-    q: Tensor, k: Tensor, window: int | None, dense_prefix: int, global_tokens: int, ring: int, start: int
-) -> _Call:
+def new_call(
+    q: Tensor,
+    k: Tensor,
+    window: int | None,
+    dense_prefix: int = 0,
+    global_tokens: int = 0,
+    ring: int = 0,
+    start: int = 0,
+) -> Call:
     (batch, heads, queries, width), (_, groups, keys, _) = q.shape, k.shape
-    return _Call(
+    return Call(
         *(batch, groups, heads // groups, queries, keys, width, library.threads()),
         *(-1 if window is None else window, dense_prefix, global_tokens, ring, start),
     )
 
 
-def _rows(t: Tensor) -> Tensor:
+def rows(t: Tensor) -> Tensor:
     return t if t.stride(3) == 1 else t.contiguous()
 
 
-def _view(t: Tensor) -> _View:
-    return _View(t.data_ptr(), *t.stride()[:3])
+def view(t: Tensor) -> View:
+    return View(t.data_ptr(), *t.stride()[:3])
 
 
 def _pointer(t: Tensor | None) -> int | None:

@@ -151,8 +151,8 @@ struct Backward {
             clear_rest<n()>(d_s, seen, lane, keys);
         });
         const int64_t at = strip.row(chunk) * D;
-        add_over_queries(p, d_rows, d_v + at, segment, queries, chunk, keys);
-        add_over_queries(d_s, q_rows, d_k + at, segment, queries, chunk, keys);
+        add_over_queries<D>(p, d_rows, d_v + at, segment, queries, chunk, keys);
+        add_over_queries<D>(d_s, q_rows, d_k + at, segment, queries, chunk, keys);
         add_over_keys<D>(d_s, k, d_q, segment, queries, chunk, keys);
     }
 
@@ -180,21 +180,6 @@ struct Backward {
                 const int at = lane + j * LANES;
                 store(d_bias + at, load(d_bias + at) + sum[j]);
             }
-    }
-
-    // out[key][d] += sum over queries of weights[key][query] * in[query][d], each tile of keys over those that see it.
-    static void add_over_queries(const float* weights, const float* in, float* out, const Segment& segment,
-                                 int queries, int chunk, int keys) {
-        for_panels<D>(D, [&](int d, auto n) {
-            int from = 0, to = 0;
-            for (int r = 0; r < keys; r += ROWS) {
-                while (from < queries && segment.hi[from] <= chunk + r) ++from;
-                while (to < queries && segment.lo[to] < chunk + r + ROWS) ++to;
-                if (from < to)
-                    product<n(), BLOCK, 1, D, true>(weights + r * BLOCK + from, in + from * D + d, out + r * D + d, D,
-                                                    to - from);
-            }
-        });
     }
 };
 
