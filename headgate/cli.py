@@ -22,7 +22,53 @@ def mechanisms(name: str | None = None, /) -> None:
         print_one(name)
 
 
-COMMANDS: dict[str, Callable[..., None]] = {"mechanisms": mechanisms}
+def prepare(
+    source: str | None = None,
+    out: str | None = None,
+    /,
+    *,
+    tokenizer: str = "bpe:4096",
+    text_column: str = "text",
+    splits: str = "80/10/10",
+    dedup: bool = False,
+    max_tokens: int | None = None,
+    end_of_text: str | None = None,
+    workers: int | None = None,
+    check: str | None = None,
+) -> None:
+    """Turn text into token shards, or verify the shards of a folder with --check.
+
+    Args:
+        source: 'stdlib', a file, a folder, a glob, or an address such as hf://datasets/HuggingFaceFW/fineweb.
+        out: The folder to write; an interrupted prepare goes on when it is run again.
+        tokenizer: 'byte', 'bpe:N', a tokenizer.json, a folder with one, or a name on the hub.
+        text_column: The column or key that holds the text in parquet and JSON.
+        splits: Shares of train, val and test.
+        dedup: Drop the repeats of a text.
+        max_tokens: Stop with the document that reaches this many tokens; all of the source when absent.
+        end_of_text: The token that closes each document; the tokenizer's own when absent.
+        workers: Processes that tokenise; as many as there are cores when absent.
+        check: Verify every checksum and index of this folder, and write nothing.
+    """
+    from headgate.data import prepare as data
+    from headgate.data.progress import print_checked, print_summary
+    from headgate.data.shards import check as verify
+    from headgate.data.splits import parse_shares
+
+    if check is not None:
+        if source is not None:
+            raise HeadgateError(f"--check {check} takes no source, but {source!r} was given; leave it out")
+        print_checked(verify(check), check)
+    elif source is None or out is None:
+        raise HeadgateError("prepare needs a source and a folder to write: headgate prepare SOURCE OUT")
+    else:
+        request = data.Request(
+            source, tokenizer, text_column, parse_shares(splits), dedup, max_tokens, end_of_text
+        )
+        print_summary(data.prepare(request, out, workers=workers), out)
+
+
+COMMANDS: dict[str, Callable[..., None]] = {"mechanisms": mechanisms, "prepare": prepare}
 
 
 def overview() -> str:
@@ -62,6 +108,9 @@ def main() -> None:
     except HeadgateError as error:
         print(f"headgate: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("headgate: interrupted", file=sys.stderr)
+        sys.exit(130)
     except BrokenPipeError:
         sys.stderr.close()  # the reader has left, as `| head` does; nothing is wrong here
 

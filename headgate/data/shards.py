@@ -1,0 +1,413 @@
+"""Token shards: what a prepared folder holds, how it is written, and how it is checked before use.
+
+A shard is datatrove's: `NAME.ds` holds the tokens, little-endian, of two or four bytes each; `NAME.ds.index`
+where each document ends, in tokens, as uint64; an optional `NAME.ds.loss` one byte a token, nonzero where the
+token counts in the loss. `manifest.json` says what stands in the folder, with a checksum of every file; a
+folder that datatrove wrote has none, and is read all the same.
+"""
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from headgate import config
+from headgate.errors import HeadgateError
+
+FORMAT = 1
+SPLITS = ("train", "val", "test")
+SHARD_TOKENS = 1 << 27
+"""A shard that has reached this many tokens is followed by another."""
+PARTS = (".ds", ".ds.index", ".ds.loss")
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    name: str
+    """Its path in the folder, without the suffix."""
+    documents: int
+    tokens: int
+    sha256: Mapping[str, str]
+    """Of each of its files, by suffix."""
+
+
+@dataclass(frozen=True)
+class SplitRecord:
+    name: str
+    documents: int
+    bytes: int
+    """Of the documents' texts in UTF-8; with `tokens`, what turns a loss into bits per byte."""
+    tokens: int
+    shards: tuple[ShardRecord, ...]
+
+
+@dataclass(frozen=True)
+class SourcesRecord:
+    files: int
+    bytes: int
+    sha256: str
+    """Of sources.jsonl, which lists the files."""
+
+
+@dataclass(frozen=True)
+class TokenizerRecord:
+    vocab_size: int
+    end_of_text: str
+    end_of_text_id: int
+    sha256: str
+    """Of tokenizer.json."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What `manifest.json` says of a prepared folder."""
+
+    format: int
+    headgate: str
+    """The version that wrote it."""
+    request: Mapping[str, Any]
+    """What was asked for."""
+    sources: SourcesRecord
+    tokenizer: TokenizerRecord
+    repeats_dropped: int
+    splits: tuple[SplitRecord, ...]
+
+    def split(self, name: str) -> SplitRecord:
+        return next(split for split in self.splits if split.name == name)
+
+
+def read_manifest(folder: str | os.PathLike[str]) -> Manifest | None:
+    """The manifest of a prepared folder; None for one that datatrove wrote."""
+    folder = Path(folder)
+    path = folder / "manifest.json"
+    if not folder.is_dir():
+        raise HeadgateError(f"{str(folder)!r} is not a folder; expected one that `headgate prepare` wrote")
+    if path.is_file():
+        return config.load(Manifest, path)
+    if (folder / "progress.json").is_file():
+        raise HeadgateError(
+            f"{str(folder)!r} is not finished; run the same `headgate prepare` again to continue"
+        )
+    return None
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A shard on the disk, found sound in size and index."""
+
+    path: Path
+    """Of its tokens; the other files stand beside it."""
+    tokens: int
+    dtype: str
+    has_index: bool
+    has_loss: bool
+
+    def load_tokens(self) -> np.ndarray:
+        return np.memmap(self.path, dtype=self.dtype, mode="r", shape=(self.tokens,))
+
+    def load_ends(self) -> np.ndarray:
+        """Where each document ends, in tokens."""
+        if not self.has_index:
+            raise HeadgateError(f"{beside(self.path, '.index')} is missing; documents cannot be told apart")
+        return np.memmap(beside(self.path, ".index"), dtype="<u8", mode="r")
+
+    def load_loss(self) -> np.ndarray:
+        return np.memmap(beside(self.path, ".loss"), dtype=np.uint8, mode="r", shape=(self.tokens,))
+
+
+@dataclass(frozen=True)
+class Split:
+    """The shards of one split, in order: together they are one stream of tokens."""
+
+    name: str
+    shards: tuple[Shard, ...]
+    bytes: int | None = None
+    """Of the documents' texts; unknown in a folder that datatrove wrote."""
+
+    @property
+    def tokens(self) -> int:
+        return sum(shard.tokens for shard in self.shards)
+
+
+def open_split(folder: str | os.PathLike[str], name: str, *, verify: bool = True) -> Split:
+    """Open a split of a prepared folder, or of one that datatrove wrote.
+
+    Without a manifest, the split is the folder of its name, or for `train` the folder itself. Sizes and
+    indexes are always checked, with `verify` the checksums too: damage is named here, not in mid-training.
+    """
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    if manifest is None:
+        home = folder / name if name != "train" or (folder / name).is_dir() else folder
+        paths = sorted(home.rglob("*.ds")) if home.is_dir() else []
+        if not paths:
+            raise HeadgateError(
+                f"{str(folder)!r} has no split {name!r}: there are no .ds files in {str(home)!r}"
+            )
+        shards = tuple(open_shard(path) for path in paths)
+        return Split(name, tuple(shard for shard in shards if shard.tokens))
+    if name not in SPLITS:
+        raise HeadgateError(f"{name!r} is not a split; known are {', '.join(SPLITS)}")
+    record = manifest.split(name)
+    if not record.tokens:
+        raise HeadgateError(
+            f"split {name!r} of {str(folder)!r} is empty; prepare more text or other --splits"
+        )
+    return Split(
+        name, tuple(_recorded(folder, shard, manifest, verify) for shard in record.shards), record.bytes
+    )
+
+
+def open_shard(path: Path, *, dtype: str | None = None) -> Shard:
+    """Check a shard's size against its index, and tell its token width from them or datatrove's metadata."""
+    size = _size(path)
+    index, loss, metadata = beside(path, ".index"), beside(path, ".loss"), beside(path, ".metadata")
+    counts: dict[Path, int] = {}
+    if metadata.is_file():
+        width, counts[metadata] = _read_metadata(metadata)
+        dtype = dtype or f"<u{width}"
+    if index.is_file():
+        if _size(index) % 8:
+            raise HeadgateError(f"{index} has {_size(index)} bytes; expected a multiple of 8: it is damaged")
+        ends = np.fromfile(index, dtype="<u8")
+        if (ends[1:] < ends[:-1]).any():
+            raise HeadgateError(f"{index} has document ends that are out of order: it is damaged")
+        counts[index] = int(ends[-1]) if len(ends) else 0
+    if dtype is None and index in counts:
+        dtype = next((f"<u{width}" for width in (2, 4) if width * counts[index] == size), "<u2")
+    if dtype is None:
+        raise HeadgateError(
+            f"{path} has neither an index nor metadata beside it, so its tokens may have 2 bytes or 4"
+        )
+    tokens, rest = divmod(size, np.dtype(dtype).itemsize)
+    for told_by, count in counts.items():
+        if rest or count != tokens:
+            raise HeadgateError(
+                f"{path} has {size} bytes, not {count} tokens of {np.dtype(dtype).itemsize} bytes "
+                f"as {told_by.name} says: one of them is damaged"
+            )
+    if loss.is_file() and _size(loss) != tokens:
+        raise HeadgateError(
+            f"{loss} has {_size(loss)} bytes; expected one for each of {tokens} tokens: it is damaged"
+        )
+    return Shard(path, tokens, dtype, index.is_file(), loss.is_file())
+
+
+def check(folder: str | os.PathLike[str]) -> Manifest | None:
+    """Verify all that a folder says of itself: checksums, indexes, counts and the range of the tokens."""
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    if manifest is None:
+        paths = sorted(folder.rglob("*.ds"))
+        if not paths:
+            raise HeadgateError(
+                f"{str(folder)!r} has neither a manifest.json nor .ds files; nothing to check"
+            )
+        for path in paths:
+            open_shard(path)
+        return None
+    for name, expected in (
+        ("tokenizer.json", manifest.tokenizer.sha256),
+        ("sources.jsonl", manifest.sources.sha256),
+    ):
+        _verify(folder / name, expected)
+    for split in manifest.splits:
+        documents = tokens = 0
+        for record in split.shards:
+            shard = _recorded(folder, record, manifest, verify=True)
+            largest = int(shard.load_tokens().max())
+            if largest >= manifest.tokenizer.vocab_size:
+                raise HeadgateError(
+                    f"{shard.path} has the token {largest}, but the tokenizer has only "
+                    f"{manifest.tokenizer.vocab_size} entries"
+                )
+            documents, tokens = documents + record.documents, tokens + record.tokens
+        if (documents, tokens) != (split.documents, split.tokens):
+            raise HeadgateError(
+                f"the counts of split {split.name!r} in {folder / 'manifest.json'} do not add up"
+            )
+    return manifest
+
+
+@dataclass(frozen=True)
+class ShardSize:
+    documents: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class SplitState:
+    """How far a split has been written: enough to cut its files back to this moment and go on from it."""
+
+    name: str
+    bytes: int = 0
+    shards: tuple[ShardSize, ...] = field(default=())
+
+    @property
+    def documents(self) -> int:
+        return sum(shard.documents for shard in self.shards)
+
+    @property
+    def tokens(self) -> int:
+        return sum(shard.tokens for shard in self.shards)
+
+
+class ShardWriter:
+    """Appends documents to the shards of one split, under temporary names until `publish`.
+
+    What was written after `state` was last flushed is cut off again when a writer is made from that state, so
+    a process that dies at any moment leaves nothing that a later one does not know of.
+    """
+
+    def __init__(
+        self, folder: Path, state: SplitState, dtype: np.dtype[Any], *, shard_tokens: int = SHARD_TOKENS
+    ) -> None:
+        self.state = state
+        self._folder = folder
+        self._dtype = dtype
+        self._shard_tokens = shard_tokens
+        self._files: dict[str, IO[bytes]] = {}
+        for leftover in (folder / state.name).glob("*.tmp"):
+            if int(leftover.name.partition(".")[0]) >= len(state.shards):
+                leftover.unlink()
+        if state.shards:
+            self._open()
+
+    def append(
+        self, tokens: np.ndarray, lengths: np.ndarray, *, text_bytes: int, counted: np.ndarray | None = None
+    ) -> None:
+        """Write whole documents: their tokens one after another, their lengths, and which tokens count."""
+        self.state = replace(self.state, bytes=self.state.bytes + text_bytes)
+        while len(lengths):
+            if not self.state.shards or self.state.shards[-1].tokens >= self._shard_tokens:
+                self.flush()
+                self.close()
+                self.state = replace(self.state, shards=(*self.state.shards, ShardSize()))
+                self._open()
+            last = self.state.shards[-1]
+            ends = last.tokens + np.cumsum(lengths, dtype=np.uint64)
+            fits = int(np.searchsorted(ends - lengths.astype(np.uint64), self._shard_tokens))
+            stop = int(ends[fits - 1]) - last.tokens
+            self._files[".ds"].write(np.ascontiguousarray(tokens[:stop], dtype=self._dtype).data)
+            self._files[".ds.index"].write(ends[:fits].astype("<u8").data)
+            if counted is not None:
+                self._part(".ds.loss").write(counted[:stop].astype(np.uint8).data)
+                counted = counted[stop:]
+            size = ShardSize(last.documents + fits, last.tokens + stop)
+            self.state = replace(self.state, shards=(*self.state.shards[:-1], size))
+            tokens, lengths = tokens[stop:], lengths[fits:]
+
+    def flush(self) -> SplitState:
+        """Bring all of it to the disk."""
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+        return self.state
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _open(self) -> None:
+        (self._folder / self.state.name).mkdir(exist_ok=True)
+        for suffix in (".ds", ".ds.index"):
+            self._part(suffix)
+        if _temporary(self._folder, self.state, len(self.state.shards) - 1, ".ds.loss").exists():
+            self._part(".ds.loss")
+
+    def _part(self, suffix: str) -> IO[bytes]:
+        """The file of this suffix of the last shard, cut to what the state knows and ready to be added to."""
+        if suffix not in self._files:
+            last = self.state.shards[-1]
+            bytes_each = {".ds": self._dtype.itemsize, ".ds.index": 8, ".ds.loss": 1}[suffix]
+            size = bytes_each * (last.documents if suffix == ".ds.index" else last.tokens)
+            path = _temporary(self._folder, self.state, len(self.state.shards) - 1, suffix)
+            if (path.stat().st_size if path.exists() else 0) < size:
+                raise HeadgateError(
+                    f"{path} is shorter than when it was left; delete the folder and begin again"
+                )
+            file = path.open("ab")
+            file.truncate(size)
+            self._files[suffix] = file
+        return self._files[suffix]
+
+
+def publish(folder: Path, state: SplitState) -> SplitRecord:
+    """Give the files of a split their names and sum them up; done twice, it does no harm."""
+    records = []
+    for number, size in enumerate(state.shards):
+        name = f"{state.name}/{number:05d}"
+        sums = {}
+        for suffix in PARTS:
+            final, temporary = folder / f"{name}{suffix}", _temporary(folder, state, number, suffix)
+            if temporary.exists():
+                temporary.replace(final)
+            if final.exists():
+                sums[suffix] = sha256(final)
+        records.append(ShardRecord(name, size.documents, size.tokens, sums))
+    return SplitRecord(state.name, state.documents, state.bytes, state.tokens, tuple(records))
+
+
+def beside(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name + suffix)
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _temporary(folder: Path, state: SplitState, number: int, suffix: str) -> Path:
+    return folder / state.name / f"{number:05d}{suffix}.tmp"
+
+
+def _recorded(folder: Path, record: ShardRecord, manifest: Manifest, verify: bool) -> Shard:
+    """A shard that is what the manifest says it is."""
+    dtype = "<u2" if manifest.tokenizer.vocab_size <= 1 << 16 else "<u4"
+    shard = open_shard(folder / f"{record.name}.ds", dtype=dtype)
+    documents = _size(beside(shard.path, ".index")) // 8
+    if (shard.tokens, documents) != (record.tokens, record.documents):
+        raise HeadgateError(
+            f"{shard.path} has {shard.tokens} tokens in {documents} documents; its manifest says "
+            f"{record.tokens} in {record.documents}: it is damaged, prepare it again"
+        )
+    if verify:
+        for suffix, expected in record.sha256.items():
+            _verify(folder / f"{record.name}{suffix}", expected)
+    return shard
+
+
+def _verify(path: Path, expected: str) -> None:
+    _size(path)
+    found = sha256(path)
+    if found != expected:
+        raise HeadgateError(
+            f"{path} is damaged: its sha256 begins {found[:12]}, not {expected[:12]} as it did when written; "
+            "prepare it again"
+        )
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise HeadgateError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _read_metadata(path: Path) -> tuple[int, int]:
+    """The bytes a token and the count of tokens that datatrove noted."""
+    try:
+        first, second = path.read_text(encoding="utf-8").splitlines()[:2]
+        width, count = int(first.rpartition("|")[2]), int(second)
+    except (ValueError, UnicodeDecodeError) as error:
+        raise HeadgateError(
+            f"{path} is not datatrove's metadata (tokenizer|bytes a token, then a count)"
+        ) from error
+    if width not in (2, 4):
+        raise HeadgateError(f"{path} says {width} bytes a token; expected 2 or 4")
+    return width, count

@@ -1,0 +1,85 @@
+"""Which split a document belongs to, and whether its text has been seen before: both told by its key."""
+
+import hashlib
+import itertools
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from headgate.errors import HeadgateError
+
+Shares = tuple[int, int, int]
+"""Shares of train, val and test."""
+
+
+def parse_shares(text: str) -> Shares:
+    parts = text.split("/")
+    if len(parts) != 3 or not all(part.strip().isdecimal() for part in parts) or int(parts[0]) < 1:
+        raise HeadgateError(
+            f"splits {text!r} are not three whole shares, of which that of train is not 0, as in 80/10/10"
+        )
+    train, val, test = map(int, parts)
+    return train, val, test
+
+
+def document_key(text: bytes) -> int:
+    """A text's own number: 64 bits of its SHA-256."""
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "little")
+
+
+def split_of(keys: np.ndarray, shares: Sequence[int]) -> np.ndarray:
+    """The place in `shares` of each key: the same on every machine, whatever stands around the document."""
+    total = sum(shares)
+    # A bound is the last key of its split, so that 2**64 itself, the end of the last one, is never needed.
+    lasts = [((part << 64) // total) - 1 for part in itertools.accumulate(shares[:-1])]
+    result = np.zeros(len(keys), dtype=np.intp)
+    for last in lasts:
+        result += keys > np.uint64(last) if last >= 0 else 1
+    return result
+
+
+class Seen:
+    """The keys of all documents kept so far, eight bytes each in memory and in a file that outlives a crash.
+
+    They stand in a few sorted runs, each more than twice as long as the next, so that a look costs a few
+    binary searches and a key is moved only as often as its run doubles.
+    """
+
+    def __init__(self, path: Path, count: int) -> None:
+        """Take up the first `count` keys of the file, and forget what was written after them."""
+        self._runs: list[np.ndarray] = []
+        self._file = path.open("ab+")
+        self._file.truncate(8 * count)
+        self._file.seek(0)
+        known = np.frombuffer(self._file.read(), dtype="<u8")
+        if len(known) < count:
+            raise HeadgateError(f"{path} is shorter than when it was left; delete the folder and begin again")
+        self._insert(np.sort(known))
+
+    def first_time(self, keys: np.ndarray) -> np.ndarray:
+        """Which of `keys` are neither known already nor stand earlier in `keys`."""
+        fresh = np.zeros(len(keys), dtype=bool)
+        fresh[np.unique(keys, return_index=True)[1]] = True
+        for run in self._runs:
+            place = np.minimum(np.searchsorted(run, keys), len(run) - 1)
+            fresh &= run[place] != keys
+        return fresh
+
+    def add(self, keys: np.ndarray) -> None:
+        self._file.write(keys.astype("<u8").data)
+        self._insert(np.sort(keys))
+
+    def _insert(self, run: np.ndarray) -> None:
+        while self._runs and len(self._runs[-1]) <= 2 * len(run):
+            run = np.sort(np.concatenate([self._runs.pop(), run]), kind="stable")
+        if len(run):
+            self._runs.append(run)
+
+    def flush(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()

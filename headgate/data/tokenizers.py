@@ -1,0 +1,153 @@
+"""Tokenizers: `byte`, `bpe:N` trained here, or any tokenizer.json, on this machine or on the hub.
+
+All of them are tokenizer.json files in the end, so one copy beside the shards is all that decoding needs.
+"""
+
+import functools
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headgate.data.sources import decode, reach, reading
+from headgate.errors import HeadgateError
+
+END_OF_TEXT = "<|endoftext|>"
+KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
+"""What tokenizers call the token that ends a document, when they were made for pre-training."""
+BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+class Tokenizer:
+    """A tokenizer.json and the token that closes each document.
+
+    Text is only ever text: a document that spells out a special token is encoded letter by letter, so that
+    the closing token cannot be forged.
+    """
+
+    def __init__(self, definition: str, *, end_of_text: str | None = None) -> None:
+        import tokenizers
+
+        try:
+            self._inner = tokenizers.Tokenizer.from_str(definition)
+        except Exception as error:  # the library raises Exception itself
+            raise HeadgateError(f"the tokenizer is not one that tokenizers can load: {error}") from error
+        self._inner.encode_special_tokens = True
+        self._inner.no_truncation()
+        self._inner.no_padding()
+        vocabulary = self._inner.get_vocab()
+        self.definition = definition
+        self.vocab_size = max(len(vocabulary), *(index + 1 for index in vocabulary.values()))
+        self.end_of_text = end_of_text or next((known for known in KNOWN_ENDS if known in vocabulary), "")
+        if self.end_of_text not in vocabulary:
+            given = f"has no token {end_of_text!r}" if end_of_text else f"has none of {', '.join(KNOWN_ENDS)}"
+            raise HeadgateError(f"the tokenizer {given}; name the token that ends a text with --end-of-text")
+        self.end_of_text_id: int = vocabulary[self.end_of_text]
+        self._is_bytes = self.vocab_size == 257 and all(
+            vocabulary.get(token) == byte for byte, token in enumerate(BYTE_TOKENS)
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial(Tokenizer, end_of_text=self.end_of_text), (self.definition,)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Two bytes a token hold 65,536 entries; beyond that it takes four."""
+        return np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The tokens of each text, without the closing one."""
+        if self._is_bytes:  # what the library would say, a hundred times sooner
+            return [np.frombuffer(text.encode(), dtype=np.uint8).astype(self.dtype) for text in texts]
+        encodings = self._inner.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=self.dtype) for encoding in encodings]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return str(self._inner.decode([int(token) for token in tokens], skip_special_tokens=False))
+
+
+def make_tokenizer(
+    name: str, *, end_of_text: str | None = None, training_texts: Callable[[], Iterable[str]]
+) -> Tokenizer:
+    """The tokenizer called `name`; `training_texts` is asked only by `bpe:N`."""
+    if name == "byte":
+        return Tokenizer(_byte_definition(), end_of_text=end_of_text)
+    kind, _, size = name.partition(":")
+    if kind == "bpe":
+        if not size.isdecimal() or int(size) < 257:
+            raise HeadgateError(f"tokenizer {name!r} is not bpe:N with N at least 257, as in bpe:4096")
+        return Tokenizer(_trained_definition(int(size), training_texts()), end_of_text=end_of_text)
+    definition, default_end = _read(name)
+    try:
+        return Tokenizer(definition, end_of_text=end_of_text)
+    except HeadgateError:
+        if end_of_text or not default_end:
+            raise
+        return Tokenizer(definition, end_of_text=default_end)
+
+
+def local_file(name: str) -> Path | None:
+    """The tokenizer.json that `name` means on this machine, if it means one."""
+    path = Path(name)
+    if path.is_dir():
+        path = path / "tokenizer.json"
+        if not path.is_file():
+            raise HeadgateError(f"tokenizer folder {name!r} has no tokenizer.json; expected one there")
+    return path if path.is_file() else None
+
+
+def _byte_definition() -> str:
+    from tokenizers import Tokenizer, decoders, models
+
+    model = models.BPE({token: byte for byte, token in enumerate(BYTE_TOKENS)}, [], byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    return str(tokenizer.to_str())
+
+
+def _trained_definition(size: int, texts: Iterable[str]) -> str:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    if tokenizer.get_vocab_size() < size:
+        raise HeadgateError(
+            f"tokenizer 'bpe:{size}' found only {tokenizer.get_vocab_size()} entries in the training split; "
+            "ask for fewer, or bring more text"
+        )
+    return str(tokenizer.to_str())
+
+
+def _read(name: str) -> tuple[str, str | None]:
+    """A tokenizer.json, and the end-of-text token that the tokenizer_config.json beside it names."""
+    path = local_file(name)
+    if path is not None:
+        folder, filename = path.parent.as_posix(), path.name
+    elif "://" in name or (name.count("/") == 1 and not name.startswith((".", "/"))):
+        folder, filename = name if "://" in name else f"hf://{name}", "tokenizer.json"
+    else:
+        raise HeadgateError(
+            f"tokenizer {name!r} is unknown; expected 'byte', 'bpe:N', a tokenizer.json, a folder with one, "
+            "or a name on the hub such as Qwen/Qwen3-0.6B"
+        )
+    filesystem, root = reach(folder, "tokenizer")
+    with reading(name, filesystem):
+        definition = decode(filesystem.cat_file(f"{root}/{filename}"), name)
+        config_path = f"{root}/tokenizer_config.json"
+        config = {}
+        if filesystem.exists(config_path):
+            config = json.loads(decode(filesystem.cat_file(config_path), config_path))
+    end = config.get("eos_token") if isinstance(config, dict) else None
+    end = end.get("content") if isinstance(end, dict) else end
+    return definition, end if isinstance(end, str) else None
