@@ -145,14 +145,12 @@ def evaluate_run(
     settings, record = read_config(run), read_data(run)
     folder = checkpoint.find(RunFolder(run), which)
     source = record.folder if data is None else data
-    windows = Windows(open_split(source, split), settings.train.context)
-    given = describe_data(
-        source, open_split(source, "train", verify=False), open_split(source, "val", verify=False)
-    )
-    if given.fingerprint != record.fingerprint:
+    trained_on = [open_split(source, name, verify=False) for name in ("train", "val")]
+    if describe_data(source, *trained_on).fingerprint != record.fingerprint:
         raise HeadgateError(
-            f"{str(source)!r} does not hold the data that {str(run)!r} was trained on; give theirs with --data"
+            f"{str(source)!r} is not the data that {str(run)!r} was trained on; give that with --data"
         )
+    windows = Windows(open_split(source, split), settings.train.context)
     with join(device) as world:
         decoder = load(folder).to(world.device)
         result = evaluate(

@@ -65,20 +65,25 @@ class RunFolder:
         self.summary = self.path / "summary.json"
         self._metrics: IO[str] | None = None
 
-    def claim(self, asked: Config, data: DataRecord) -> None:
-        """Make the folder this run's own, or refuse when it is another's."""
+    def refuse_strangers(self) -> None:
+        """Raise if the path is taken by something that is no run; nothing is touched."""
         if self.path.exists() and not self.path.is_dir():
             raise HeadgateError(f"{str(self.path)!r} is a file; expected a folder to write the run to")
-        if (self.path / "config.json").is_file():
-            self._refuse_another(asked, data)
+        if not self.path.is_dir() or (self.path / "config.json").is_file():
             return
-        found = {p.name for p in self.path.iterdir()} if self.path.is_dir() else set()
-        strangers = sorted(n for n in found - {"data.json", "tokenizer.json", "checkpoints"} if n[0] != ".")
+        ours = {"data.json", "tokenizer.json", "checkpoints"}  # of a run that was killed as it began
+        strangers = sorted(p.name for p in self.path.iterdir() if p.name[0] != "." and p.name not in ours)
         if strangers:
             raise HeadgateError(
                 f"{str(self.path)!r} holds {strangers[0]!r} and no config.json, so it is no run; "
                 "choose another folder"
             )
+
+    def claim(self, asked: Config, data: DataRecord) -> None:
+        """Make the folder this run's own, or refuse when it is another's."""
+        if (self.path / "config.json").is_file():
+            self._refuse_another(asked, data)
+            return
         self.path.mkdir(parents=True, exist_ok=True)
         self.checkpoints.mkdir(exist_ok=True)
         tokenizer = Path(data.folder) / "tokenizer.json"

@@ -367,6 +367,7 @@ def write_json(path: Path, values: Any) -> None:
 def _claim(run: RunFolder, asked: Config, record: DataRecord, stack: ExitStack) -> tuple[State, Path | None]:
     """Make the run folder ours; the state to start from, and the checkpoint that it comes from."""
     try:
+        run.refuse_strangers()
         stack.enter_context(run.locked())
         run.claim(asked, record)
         run.sweep()
