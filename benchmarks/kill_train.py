@@ -46,23 +46,7 @@ def settings(steps: int) -> Config:
 
 def make_data(home: Path) -> Path:
     draw, source = random.Random(0), home / "texts.jsonl"
-    words = [
-        "the",
-        "gate",
-        "at",
-        "the",
-        "head",
-        "of",
-        "a",
-        "channel",
-        "sets",
-        "how",
-        "much",
-        "water",
-        "goes",
-        "down",
-        "it",
-    ]
+    words = "the gate at the head of a channel sets how much water goes down it".split(" ")
     lines = (json.dumps({"text": " ".join(draw.choices(words, k=60))}) + "\n" for _ in range(120))
     source.write_text("".join(lines))
     prepare(Request(str(source), tokenizer="byte"), home / "data", workers=1)
@@ -153,8 +137,8 @@ def main() -> None:
             runs += 1
         print(
             f"{kills} kills survived in {runs} runs of {given.steps} steps, {in_writing} of them while a "
-            f"checkpoint was being written; steps computed again after a kill: {lost}, at most {most_lost} at "
-            "once; every run equals the one never killed, bit for bit"
+            f"checkpoint was being written; steps computed again after a kill: {lost}, at most {most_lost} "
+            "at once; every run equals the one never killed, bit for bit"
         )
 
 

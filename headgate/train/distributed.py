@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from headgate.errors import HeadgateError
 from headgate.model.decoder import Decoder
@@ -95,16 +97,20 @@ class World:
 @contextmanager
 def join(device: str | None) -> Iterator[World]:
     """Join the job that torchrun has started, if it has; leave it at the end."""
-    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     chosen = _device(device)
     if "RANK" not in os.environ:
         yield World(0, 1, chosen)
         return
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo", timeout=TIMEOUT)
+    backend = "nccl" if chosen.type == "cuda" else "gloo"
+    store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
+    # torchrun keeps one store over its restarts, where the addresses of the dead would still be found.
+    store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     try:
         yield World(rank, size, chosen)
+        dist.barrier()  # a rank that leaves early takes its connections from under the others
     finally:
         dist.destroy_process_group()
 

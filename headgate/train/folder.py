@@ -63,7 +63,7 @@ class RunFolder:
         self.path = Path(path)
         self.checkpoints = self.path / "checkpoints"
         self.summary = self.path / "summary.json"
-        self._metrics: IO[str] | None = None
+        self._metrics: IO[bytes] | None = None
 
     def refuse_strangers(self) -> None:
         """Raise if the path is taken by something that is no run; nothing is touched."""
@@ -137,12 +137,12 @@ class RunFolder:
             end += len(line)
         file.truncate(end)
         file.close()
-        self._metrics = path.open("a", encoding="utf-8")
+        # Without a buffer: a line is out when it is told, and none is left to fail again on closing.
+        self._metrics = path.open("ab", buffering=0)
 
     def log(self, line: Mapping[str, Any]) -> None:
         assert self._metrics is not None
-        self._metrics.write(json.dumps(line, allow_nan=False) + "\n")
-        self._metrics.flush()
+        self._metrics.write((json.dumps(line, allow_nan=False) + "\n").encode())
 
     def sync_metrics(self) -> None:
         assert self._metrics is not None

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -81,7 +82,7 @@ def train(
         run = RunFolder(out)
         if world.is_first:
             existed = run.path.exists()
-            stack.callback(lambda: None if existed else _remove_if_empty(run.path))
+            stack.callback(lambda: None if existed else _remove_unless_begun(run.path))
         state, folder = world.on_first(lambda: _claim(run, asked, record, stack))
         if state.step >= asked.train.steps and run.summary.is_file():
             if world.is_first:
@@ -397,7 +398,7 @@ def _step_seed(seed: int, step: int, rank: int) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def _remove_if_empty(path: Path) -> None:
-    if path.is_dir() and {p.name for p in path.iterdir()} <= {".lock"}:
-        (path / ".lock").unlink(missing_ok=True)
-        path.rmdir()
+def _remove_unless_begun(path: Path) -> None:
+    """Remove a folder that was made for a run which then could not begin."""
+    if path.is_dir() and not (path / "config.json").exists():
+        shutil.rmtree(path)

@@ -111,10 +111,8 @@ def test_the_command_repeats_what_training_said(run: Path, capsys: pytest.Captur
     command(["evaluate", str(run), "--tokens", "120", "--json"])
     told = json.loads(capsys.readouterr().out)
     line = read_metrics(run)[-1]
-    assert (told["loss"], told["by_position"]) == (
-        line["validation"]["loss"],
-        line["validation"]["by_position"],
-    )
+    for name, value in line["validation"].items():
+        assert told[name] == value, name
     assert told["gates"] == line["gates"]
     assert (told["split"], told["step"], told["tokens"]) == ("val", 6, 120)
     command(["evaluate", str(run), "--split", "test", "--checkpoint", "best"])
@@ -137,12 +135,12 @@ def test_data_may_move_but_not_change(run: Path, data: Path, micro: Config, tmp_
     text = json.loads(manifest.read_text())
     text["tokenizer"]["sha256"] = "0" * 64
     manifest.write_text(json.dumps(text))
-    with pytest.raises(HeadgateError, match="is not the data that .* was trained on; give that with --data"):
+    with pytest.raises(HeadgateError, match=r"is not the data that .* was trained on; give that with --data"):
         evaluate_run(run, data=tmp_path / "moved")
 
 
 def test_mistakes_are_one_sentence(run: Path, tmp_path: Path, data: Path, micro: Config) -> None:
-    with pytest.raises(HeadgateError, match="is no run folder: it has no config.json"):
+    with pytest.raises(HeadgateError, match="is no run folder"):
         evaluate_run(tmp_path)
     with pytest.raises(HeadgateError, match="'vall' is not a split"):
         evaluate_run(run, split="vall")

@@ -231,7 +231,7 @@ def test_another_configuration_is_refused_with_the_difference(
     assert "seed=0 and not 4" in message
     assert f"headgate train --out {run}" in message
     assert "\n" not in message
-    with pytest.raises(HeadgateError, match="model.mechanism="):
+    with pytest.raises(HeadgateError, match=r"model\.mechanism="):
         train(replace(micro, model=replace(micro.model, mechanism=(MechanismSpec("full"),))), data, run)
     assert told(run) == before
 
