@@ -46,7 +46,7 @@ def settings(steps: int) -> Config:
 
 def make_data(home: Path) -> Path:
     draw, source = random.Random(0), home / "texts.jsonl"
-    words = "the gate at the head of a channel sets how much water goes down it".split(" ")
+    words = ["the", "gate", "at", "head", "of", "a", "channel", "sets", "how", "much", "water"]
     lines = (json.dumps({"text": " ".join(draw.choices(words, k=60))}) + "\n" for _ in range(120))
     source.write_text("".join(lines))
     prepare(Request(str(source), tokenizer="byte"), home / "data", workers=1)

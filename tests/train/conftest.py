@@ -9,7 +9,7 @@ import pytest
 from headgate.config import Config, MechanismSpec, ModelConfig, TrainConfig
 from headgate.data.prepare import Request, prepare
 
-WORDS = "the gate at the head of a channel sets how much water goes down it and so do these".split(" ")
+WORDS = ["the", "gate", "at", "head", "of", "a", "channel", "sets", "how", "much", "water", "goes", "down"]
 
 
 @pytest.fixture(scope="session")
