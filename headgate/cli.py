@@ -1,10 +1,13 @@
 """The command line: thin subcommands; whatever is heavy is imported inside them."""
 
 import inspect
+import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from headgate.config import RunOptions
 from headgate.errors import HeadgateError, suggestion
 from headgate.version import __version__
 
@@ -69,6 +72,61 @@ def prepare(
         print_summary(data.prepare(request, out, workers=workers), out)
 
 
+def train(
+    recipe: str | None = None,
+    /,
+    *,
+    out: str,
+    data: str | None = None,
+    mechanism: str | None = None,
+    override: tuple[str, ...] = (),
+    options: RunOptions = RunOptions(),  # noqa: B008 - frozen
+) -> None:
+    """Train a recipe with a mechanism on prepared shards; the same command goes on where a run was stopped.
+
+    Args:
+        recipe: A recipe such as 'tiny', or a config.json; that of the run when absent, to go on with it.
+        out: The run folder.
+        data: A folder that `headgate prepare` wrote; that of the run when absent.
+        mechanism: The attention of all layers, such as 'dynamic-sparse:window=64,gate=open'.
+        override: A setting that differs, such as train.steps=100; the word alone says it too.
+    """
+    from headgate.train.start import start
+
+    stopped_by = start(recipe, override, out=out, data=data, mechanism=mechanism, options=options)
+    if stopped_by:
+        sys.exit(128 + stopped_by)
+
+
+def evaluate(
+    run: str,
+    /,
+    *,
+    split: str = "val",
+    tokens: int | None = None,
+    checkpoint: str = "last",
+    data: str | None = None,
+    device: str | None = None,
+    json: bool = False,
+) -> None:
+    """Evaluate a run on the tokens of a split: loss, perplexity, bits per byte, loss by position, gates.
+
+    Args:
+        run: The run folder.
+        split: val, test or train.
+        tokens: Only so many from the beginning; all of them when absent.
+        checkpoint: last, best, or a step.
+        data: Where the run's data is now; where it was trained on when absent.
+        device: Such as cpu or cuda; the GPU when there is one.
+        json: Print one JSON object instead of tables.
+    """
+    from headgate.train.evaluate import evaluate_run
+    from headgate.train.progress import print_evaluation
+
+    result = evaluate_run(run, split=split, tokens=tokens, which=checkpoint, data=data, device=device)
+    print_evaluation(result, as_json=json)
+
+
 def bench(
     *,
     lengths: tuple[int, ...] = (512, 1024, 2048, 4096),
@@ -123,7 +181,15 @@ def bench(
     )
 
 
-COMMANDS: dict[str, Callable[..., None]] = {"mechanisms": mechanisms, "prepare": prepare, "bench": bench}
+SETTING = re.compile(r"[a-z_]+(\.[a-z_]+)*=")
+"""A word such as train.steps=100, which may stand anywhere among a command's own."""
+COMMANDS: dict[str, Callable[..., None]] = {
+    "mechanisms": mechanisms,
+    "prepare": prepare,
+    "train": train,
+    "evaluate": evaluate,
+    "bench": bench,
+}
 
 
 def overview() -> str:
@@ -154,14 +220,18 @@ def run(arguments: Sequence[str]) -> None:
         raise HeadgateError(f"unknown command {name!r}; {suggestion(name, COMMANDS)}")
     import tyro
 
-    tyro.cli(COMMANDS[name], prog=f"headgate {name}", args=rest)
+    if "override" in inspect.signature(COMMANDS[name]).parameters:
+        rest = [part for word in rest for part in (("--override", word) if SETTING.match(word) else (word,))]
+    shape = (tyro.conf.OmitArgPrefixes, tyro.conf.UseAppendAction)
+    tyro.cli(COMMANDS[name], prog=f"headgate {name}", args=rest, config=shape)
 
 
 def main() -> None:
     try:
         run(sys.argv[1:])
     except HeadgateError as error:
-        print(f"headgate: {error}", file=sys.stderr)
+        rank = os.environ.get("RANK", "0")  # under torchrun, most errors are those of every process
+        print(f"headgate{'' if rank == '0' else f' (rank {rank})'}: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("headgate: interrupted", file=sys.stderr)

@@ -114,9 +114,16 @@ class TrainConfig:
     gate_learning_rate: float = 1.0
     """Learning rate of a mechanism's own parameters, as a multiple of the others'."""
     precision: Literal["fp32", "bf16"] = "fp32"
+    """Of the arithmetic; bf16 is autocast, and the weights stay fp32."""
+    evaluate_every: int = 500
+    """Steps from one evaluation to the next; the last step is always evaluated."""
+    evaluate_tokens: int = 65_536
+    """How many tokens of the validation split, from its beginning: whole sequences, at least one."""
 
     def __post_init__(self) -> None:
-        require_at_least(self, 1, "context", "batch_size", "steps", "accumulation")
+        require_at_least(
+            self, 1, "context", "batch_size", "steps", "accumulation", "evaluate_every", "evaluate_tokens"
+        )
         require_at_least(self, 0, "warmup_steps", "weight_decay", "gate_learning_rate", "final_learning_rate")
         for name in ("learning_rate", "eps", "clip"):
             if not getattr(self, name) > 0:
@@ -131,6 +138,49 @@ class Config:
     train: TrainConfig
     seed: int = 0
     """Seeds the weights (with each parameter's name) and the order of the data."""
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How a run is carried out: what may change when it is resumed, because it does not change its result."""
+
+    save_every: int | None = None
+    """Save a checkpoint every so many steps, beside those of --save-minutes."""
+    save_minutes: float = 10.0
+    """Save a checkpoint when the last is so old; the best evaluation and the last step are always saved."""
+    keep: int = 2
+    """How many of the latest checkpoints stay, beside the best one."""
+    log_every: int = 1
+    """Steps from one line of metrics.jsonl to the next."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """At a loss or gradient that is not finite: stop, or leave the step out and count it."""
+    recompute: bool = False
+    """Compute each layer again in the backward pass instead of keeping what it needs: long sequences fit."""
+    compile: bool = False
+    """Compile the layers with torch.compile."""
+    shard: bool = False
+    """Under torchrun, share the weights out over the processes (FSDP2) instead of copying them (DDP)."""
+    device: str | None = None
+    """Such as cpu or cuda; the GPU when there is one."""
+    track: tuple[str, ...] = ()
+    """Where metrics go as well: tensorboard, wandb, trackio."""
+
+    def __post_init__(self) -> None:
+        require_at_least(self, 1, "save_every", "keep", "log_every")
+        if not self.save_minutes > 0:
+            raise HeadgateError(f"save_minutes={self.save_minutes} must be above 0")
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], where: str = "") -> list[str]:
+    """What differs between two plain configs, each as `path=before and not now`."""
+    found = []
+    for key in sorted(before.keys() | now.keys()):
+        old, new, path = before.get(key), now.get(key), _join(where, key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            found += differences(old, new, path)
+        elif old != new:
+            found.append(f"{path}={json.dumps(old)} and not {json.dumps(new)}")
+    return found
 
 
 def check_heads(n_heads: int, n_kv_heads: int) -> None:

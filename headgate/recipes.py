@@ -48,7 +48,14 @@ def tiny() -> Config:
             shared_options={"window": 32, "max_window": 64, "dense_prefix": 64, "block": 16, "stride": 16},
         ),
         train=TrainConfig(
-            context=256, batch_size=8, steps=300, learning_rate=2e-3, warmup_steps=30, final_learning_rate=0.1
+            context=256,
+            batch_size=8,
+            steps=300,
+            learning_rate=2e-3,
+            warmup_steps=30,
+            final_learning_rate=0.1,
+            evaluate_every=150,
+            evaluate_tokens=16_384,
         ),
     )
 
@@ -70,7 +77,14 @@ def small() -> Config:
             shared_options={"window": 128, "max_window": 256, "dense_prefix": 256, "block": 32, "stride": 32},
         ),
         train=replace(
-            base.train, context=1024, batch_size=4, steps=2000, learning_rate=1e-3, warmup_steps=100
+            base.train,
+            context=1024,
+            batch_size=4,
+            steps=2000,
+            learning_rate=1e-3,
+            warmup_steps=100,
+            evaluate_every=500,
+            evaluate_tokens=65_536,
         ),
     )
 
@@ -112,5 +126,7 @@ def paper_1_5b() -> Config:
             weight_decay=0.1,
             warmup_steps=20,
             precision="bf16",
+            evaluate_every=50,
+            evaluate_tokens=1 << 20,
         ),
     )

@@ -8,13 +8,14 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from headgate.config import Config, MechanismSpec, ModelConfig, from_dict, to_dict
 from headgate.errors import HeadgateError, suggestion
@@ -104,6 +105,8 @@ class Decoder(nn.Module):
         super().__init__()
         check_shared_options(config.shared_options)
         self.config = config
+        self.recompute = False
+        """Compute each layer again in the backward pass instead of keeping what it needs."""
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.layers = nn.ModuleList(Layer(config, config.layer_mechanism(n)) for n in range(config.n_layers))
         self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
@@ -111,8 +114,16 @@ class Decoder(nn.Module):
             self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         initialise(self, seed)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, *, cache: Cache | None = None) -> Tensor:
-        """Logits (B,T,V), or with targets the mean cross-entropy over those that are not -100.
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        *,
+        cache: Cache | None = None,
+        reduction: Literal["mean", "sum", "none"] = "mean",
+    ) -> Tensor:
+        """Logits (B,T,V), or with targets the cross-entropy over those that are not -100: their mean or sum,
+        or (B,T) with 0 where the target is -100.
 
         The loss never holds the logits of the whole batch: they are made and used up in chunks.
         """
@@ -124,9 +135,15 @@ class Decoder(nn.Module):
             raise HeadgateError(f"targets have shape {given}; expected the tokens' shape {expected}")
         chunk = max(64, min(1024, LOSS_CHUNK_ELEMENTS // self.config.vocab_size))
         options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=min(chunk, targets.numel()))
-        return F.linear_cross_entropy(
-            x.flatten(0, 1), self.head_weight, targets.flatten(), ignore_index=-100, options=options
+        loss = F.linear_cross_entropy(
+            x.flatten(0, 1),
+            self.head_weight,
+            targets.flatten(),
+            ignore_index=-100,
+            reduction=reduction,
+            options=options,
         )
+        return loss.unflatten(0, targets.shape) if reduction == "none" else loss
 
     def hidden(self, tokens: Tensor, *, cache: Cache | None = None) -> Tensor:
         """The final states (B,T,C), after the last norm."""
@@ -139,7 +156,10 @@ class Decoder(nn.Module):
         cos, sin = rotation(positions, self.config.head_dim, self.config.rope_theta)
         x = self.embedding(tokens)
         for n, layer in enumerate(self.layers):
-            x = layer(x, cos, sin, None if cache is None else cache.layers[n])
+            if self.recompute and torch.is_grad_enabled():
+                x = checkpoint(layer, x, cos, sin, None, use_reentrant=False)
+            else:
+                x = layer(x, cos, sin, None if cache is None else cache.layers[n])
         if cache is not None:
             cache.length += tokens.shape[1]
         return cast(Tensor, self.norm(x))
@@ -213,14 +233,18 @@ def with_mechanism(
 
 
 def load(path: str | os.PathLike[str]) -> Decoder:
-    """The decoder in a safetensors file that `Decoder.save` wrote, or in a folder with a
-    model.safetensors."""
+    """The decoder in a safetensors file that `Decoder.save` wrote, in a folder with a model.safetensors such
+    as a checkpoint, or in the latest checkpoint of a run folder."""
     path = Path(path)
     file = path / "model.safetensors" if path.is_dir() else path
     if not file.is_file():
-        raise HeadgateError(
-            f"{str(path)!r} holds no model; expected a .safetensors file or a folder with model.safetensors"
-        )
+        saved = sorted(path.glob("checkpoints/step-*/model.safetensors"))
+        if not saved:
+            raise HeadgateError(
+                f"{str(path)!r} holds no model; expected a .safetensors file, a folder with "
+                "model.safetensors, or a run folder with a checkpoint"
+            )
+        file = saved[-1]
     try:
         with safe_open(file, framework="pt") as opened:
             metadata = opened.metadata() or {}

@@ -1,0 +1,159 @@
+"""One process or many: what the loop needs to know of the others, and the model spread over them.
+
+A job is started with torchrun, which tells each process its place. Every rank takes its share of each global
+batch, so neither the batch nor the order of the data depends on how many there are.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from headgate.errors import HeadgateError
+from headgate.model.decoder import Decoder
+
+T = TypeVar("T")
+TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place among those of the job."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def share(self, batch_size: int) -> int:
+        """This rank's sequences of a global batch."""
+        if batch_size % self.size:
+            raise HeadgateError(
+                f"batch_size={batch_size} cannot be shared out evenly over {self.size} processes; "
+                "choose a multiple of their number, and more accumulation if that is too much memory"
+            )
+        return batch_size // self.size
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """The sums over all ranks, in double precision; also the point where they wait for one another."""
+        if self.size == 1:
+            return list(values)
+        return self.sum_tensor(torch.tensor(values, dtype=torch.float64, device=self.device)).tolist()
+
+    def sum_tensor(self, values: Tensor) -> Tensor:
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def on_first(self, act: Callable[[], T]) -> T:
+        """What `act` returns on rank 0, for all; its error is everybody's."""
+        if self.size == 1:
+            return act()
+        told: list[Any] = [None, None]
+        if self.is_first:
+            try:
+                told[0] = act()
+            except HeadgateError as error:
+                told[1] = str(error)
+        dist.broadcast_object_list(told, src=0, device=self.device)
+        if told[1] is not None:
+            raise HeadgateError(told[1])
+        result: T = told[0]
+        return result
+
+    def wrap(self, decoder: Decoder, *, shard: bool) -> nn.Module:
+        """The module whose forward and backward passes keep the ranks together."""
+        if shard:
+            if not dist.is_initialized():
+                raise HeadgateError(
+                    "--shard shares the weights out over processes, but there is only this one; start it "
+                    "with torchrun, or leave the option out"
+                )
+            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.fsdp import fully_shard
+
+            mesh = init_device_mesh(self.device.type, (self.size,))
+            for layer in decoder.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(decoder, mesh=mesh)
+            return decoder
+        if self.size == 1:
+            return decoder
+        devices = [self.device.index] if self.device.type == "cuda" else None
+        return nn.parallel.DistributedDataParallel(decoder, device_ids=devices, gradient_as_bucket_view=True)
+
+
+@contextmanager
+def join(device: str | None) -> Iterator[World]:
+    """Join the job that torchrun has started, if it has; leave it at the end."""
+    chosen = _device(device)
+    if "RANK" not in os.environ:
+        yield World(0, 1, chosen)
+        return
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    backend = "nccl" if chosen.type == "cuda" else "gloo"
+    store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
+    # torchrun keeps one store over its restarts, where the addresses of the dead would still be found.
+    store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    try:
+        yield World(rank, size, chosen)
+        dist.barrier()  # a rank that leaves early takes its connections from under the others
+    finally:
+        dist.destroy_process_group()
+
+
+def hold_gradients(model: nn.Module, *, hold: bool) -> AbstractContextManager[None]:
+    """While gradients accumulate, DDP exchanges them once, with the last forward pass."""
+    if hold and isinstance(model, nn.parallel.DistributedDataParallel):
+        context: AbstractContextManager[None] = model.no_sync()
+        return context
+    return nullcontext()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor on the CPU, gathered from all ranks if it is shared out; every rank must ask for it."""
+    if hasattr(tensor, "full_tensor"):
+        tensor = tensor.full_tensor()
+    return tensor.detach().cpu().contiguous()
+
+
+def fill(target: Tensor, values: Tensor | None, world: World) -> None:
+    """Copy what rank 0 has in `values`, the others giving None, into `target`, shared out or not."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if values is None:
+        values = torch.empty(target.shape, dtype=target.dtype)
+    values = values.to(device=world.device, dtype=target.dtype)
+    with torch.no_grad():
+        if isinstance(target, DTensor):
+            target.copy_(distribute_tensor(values, target.device_mesh, target.placements))
+        else:
+            if world.size > 1:
+                dist.broadcast(values, src=0)
+            target.copy_(values)
+
+
+def _device(name: str | None) -> torch.device:
+    index = os.environ.get("LOCAL_RANK", "0")
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(f"cuda:{index}" if name == "cuda" else name)
+    except RuntimeError as error:
+        raise HeadgateError(f"device={name!r} is not a device; expected such as cpu or cuda") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise HeadgateError(f"device={name!r} is not available: PyTorch finds no GPU here; use cpu")
+    return device

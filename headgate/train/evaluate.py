@@ -1,0 +1,199 @@
+"""Evaluation: the loss over fixed tokens, where in the context it falls, and what the gates do meanwhile."""
+
+import itertools
+import math
+import os
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headgate.data.loader import IGNORED, Windows
+from headgate.data.shards import open_split
+from headgate.errors import HeadgateError
+from headgate.mechanisms.base import probe
+from headgate.model.decoder import Decoder, load
+from headgate.train import checkpoint
+from headgate.train.distributed import World, join
+from headgate.train.folder import RunFolder, describe_data, read_config, read_data
+
+
+@dataclass(frozen=True)
+class PositionLoss:
+    """The mean loss of the tokens at positions `first` up to, not including, `end`."""
+
+    first: int
+    end: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class GateStatistics:
+    """A layer's gate over the first batch: values at or near 0 and 1 are heads closed and open."""
+
+    layer: int
+    mean: float
+    spread: float
+    """Standard deviation."""
+    below_01: float
+    """Share of the values below 0.1."""
+    above_09: float
+    """Share of the values above 0.9."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    tokens: int
+    """How many were predicted."""
+    loss: float
+    """Mean cross-entropy in nats a token."""
+    perplexity: float | None
+    """exp(loss); None when that is beyond a float."""
+    bits_per_byte: float | None
+    """Through the split's bytes a token; None when its bytes are unknown."""
+    by_position: tuple[PositionLoss, ...]
+    gates: tuple[GateStatistics, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON, which knows no NaN: a number that is not finite becomes null."""
+        plain: dict[str, Any] = _finite(asdict(self))
+        return plain
+
+
+def evaluate(
+    decoder: Decoder,
+    windows: Windows,
+    *,
+    tokens: int | None = None,
+    batch_size: int = 1,
+    precision: str = "fp32",
+    world: World | None = None,
+) -> Evaluation:
+    """Evaluate the first `tokens` tokens (whole windows, at least one), or all; every rank must call it.
+
+    `batch_size` is the number of windows of one forward pass over all ranks.
+    """
+    world = world or World(0, 1, next(decoder.parameters()).device)
+    count = len(windows) if tokens is None else min(len(windows), max(1, tokens // windows.length))
+    share = -(-batch_size // world.size)
+    losses = torch.zeros(windows.length, dtype=torch.float64)
+    counted = torch.zeros(windows.length, dtype=torch.float64)
+    gates: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for first in range(0, count, share * world.size):
+            mine = first + world.rank * share + np.arange(share)
+            # Where the windows run out a rank computes one in vain: shared-out weights need every rank.
+            x, targets = windows.read(np.minimum(mine, count - 1))
+            targets[torch.from_numpy(mine >= count)] = IGNORED
+            x, targets = x.to(world.device), targets.to(world.device)
+            with autocast(world.device, precision):
+                if first == 0:
+                    with probe(decoder) as seen:
+                        loss = decoder(x, targets, reduction="none")
+                    inside = torch.from_numpy(mine < count).to(world.device)
+                    gates = {name: _moments(values[0][inside]) for name, values in sorted(seen.items())}
+                else:
+                    loss = decoder(x, targets, reduction="none")
+            losses += loss.double().sum(0).cpu()
+            counted += (targets != IGNORED).sum(0).cpu()
+    losses, counted = (world.sum_tensor(t.to(world.device)).cpu() for t in (losses, counted))
+    statistics = tuple(
+        _statistics(int(name.split(".")[1]), world.sum_tensor(moments.to(world.device)))
+        for name, moments in gates.items()
+        if name.startswith("layers.") and name.endswith(".gate")
+    )
+    total = int(counted.sum())
+    mean = losses.sum().item() / max(total, 1)
+    split = windows.split
+    return Evaluation(
+        tokens=total,
+        loss=mean,
+        perplexity=math.exp(mean) if mean < 700 else None,
+        bits_per_byte=mean / math.log(2) * split.tokens / split.bytes if split.bytes else None,
+        by_position=tuple(
+            PositionLoss(first, end, (losses[first:end].sum() / counted[first:end].sum().clamp(min=1)).item())
+            for first, end in position_bins(windows.length)
+        ),
+        gates=statistics,
+    )
+
+
+def position_bins(length: int) -> list[tuple[int, int]]:
+    """Bins of positions that double in width: 0, 1, 2-3, 4-7, and so on to the end of the context."""
+    edges = [0, *(1 << n for n in range(length.bit_length()) if 1 << n < length), length]
+    return list(itertools.pairwise(edges))
+
+
+def autocast(device: torch.device, precision: str) -> torch.autocast:
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
+
+
+def evaluate_run(
+    run: str | os.PathLike[str],
+    *,
+    split: str = "val",
+    tokens: int | None = None,
+    which: str = "last",
+    data: str | os.PathLike[str] | None = None,
+    device: str | None = None,
+) -> dict[str, Any]:
+    """Evaluate a checkpoint of a run folder (`which`: last, best or a step) on a split of its data."""
+    if tokens is not None and tokens < 1:
+        raise HeadgateError(f"tokens={tokens} is too small; expected at least 1, or none for all")
+    settings, record = read_config(run), read_data(run)
+    folder = checkpoint.find(RunFolder(run), which)
+    source = record.folder if data is None else data
+    trained_on = [open_split(source, name, verify=False) for name in ("train", "val")]
+    if describe_data(source, *trained_on).fingerprint != record.fingerprint:
+        raise HeadgateError(
+            f"{str(source)!r} is not the data that {str(run)!r} was trained on; give that with --data"
+        )
+    windows = Windows(open_split(source, split), settings.train.context)
+    with join(device) as world:
+        decoder = load(folder).to(world.device)
+        result = evaluate(
+            decoder,
+            windows,
+            tokens=tokens,
+            batch_size=settings.train.batch_size,
+            precision=settings.train.precision,
+            world=world,
+        )
+    return {
+        "run": str(run),
+        "checkpoint": folder.name,
+        "step": checkpoint.read_state(folder).step,
+        "split": split,
+        **result.to_dict(),
+    }
+
+
+def _moments(gate: Tensor) -> Tensor:
+    """Count, sum, sum of squares, how many below 0.1, how many above 0.9."""
+    values = gate.double()
+    return torch.stack(
+        [
+            torch.tensor(float(values.numel()), dtype=torch.float64, device=values.device),
+            values.sum(),
+            values.square().sum(),
+            (values < 0.1).sum().double(),
+            (values > 0.9).sum().double(),
+        ]
+    )
+
+
+def _statistics(layer: int, moments: Tensor) -> GateStatistics:
+    count, total, squares, below, above = moments.tolist()
+    mean = total / count
+    spread = math.sqrt(max(0.0, squares / count - mean * mean)) if math.isfinite(mean) else math.nan
+    return GateStatistics(layer, mean, spread, below / count, above / count)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

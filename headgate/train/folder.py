@@ -1,0 +1,196 @@
+"""The run folder: whose it is, what was asked for, and the metrics as they happen.
+
+config.json      what decides the result, as `headgate.config.Config`
+data.json        which tokens it was trained on
+tokenizer.json   a copy, so that the model can be used without the data
+metrics.jsonl    one JSON object a step
+checkpoints/     step-N, the latest ones and the best
+summary.json     at the end
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from headgate import config
+from headgate.config import Config
+from headgate.data.shards import Split, read_manifest
+from headgate.errors import HeadgateError
+
+WALL_CLOCK = ("seconds", "tokens_per_second", "memory_peak")
+"""The fields of a metrics line that the machine decides; all others come out the same in every run."""
+
+
+@dataclass(frozen=True)
+class DataRecord:
+    """Which tokens a run is trained on."""
+
+    folder: str
+    """Where they were; they may move."""
+    fingerprint: str
+    """Of the shards' checksums, or of their names and sizes where there are none."""
+    vocab_size: int | None
+    """Entries of the tokenizer; unknown without a manifest."""
+    train_tokens: int
+    val_tokens: int
+
+
+def describe_data(folder: str | os.PathLike[str], train: Split, val: Split) -> DataRecord:
+    manifest = read_manifest(folder)
+    told: list[Any]
+    if manifest is None:
+        told = [[shard.path.name, shard.tokens] for split in (train, val) for shard in split.shards]
+    else:
+        shards = (shard for split in manifest.splits for shard in split.shards)
+        told = [[manifest.tokenizer.sha256], *([*sorted(shard.sha256.items())] for shard in shards)]
+    return DataRecord(
+        folder=str(Path(folder).resolve()),
+        fingerprint=hashlib.sha256(json.dumps(told).encode()).hexdigest(),
+        vocab_size=None if manifest is None else manifest.tokenizer.vocab_size,
+        train_tokens=train.tokens,
+        val_tokens=val.tokens,
+    )
+
+
+class RunFolder:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.checkpoints = self.path / "checkpoints"
+        self.summary = self.path / "summary.json"
+        self._metrics: IO[bytes] | None = None
+
+    def refuse_strangers(self) -> None:
+        """Raise if the path is taken by something that is no run; nothing is touched."""
+        if self.path.exists() and not self.path.is_dir():
+            raise HeadgateError(f"{str(self.path)!r} is a file; expected a folder to write the run to")
+        if not self.path.is_dir() or (self.path / "config.json").is_file():
+            return
+        ours = {"data.json", "tokenizer.json", "checkpoints"}  # of a run that was killed as it began
+        strangers = sorted(p.name for p in self.path.iterdir() if p.name[0] != "." and p.name not in ours)
+        if strangers:
+            raise HeadgateError(
+                f"{str(self.path)!r} holds {strangers[0]!r} and no config.json, so it is no run; "
+                "choose another folder"
+            )
+
+    def claim(self, asked: Config, data: DataRecord) -> None:
+        """Make the folder this run's own, or refuse when it is another's."""
+        if (self.path / "config.json").is_file():
+            self._refuse_another(asked, data)
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.checkpoints.mkdir(exist_ok=True)
+        tokenizer = Path(data.folder) / "tokenizer.json"
+        if tokenizer.is_file():
+            config.write_text(self.path / "tokenizer.json", tokenizer.read_text(encoding="utf-8"))
+        config.save(data, self.path / "data.json")
+        config.save(asked, self.path / "config.json")  # last: a folder that has it is whole
+
+    def _refuse_another(self, asked: Config, data: DataRecord) -> None:
+        begun, of = read_config(self.path), read_data(self.path)
+        found = config.differences(config.to_dict(begun), config.to_dict(asked))
+        before, now = config.to_dict(of), config.to_dict(data)
+        found += config.differences(
+            {k: v for k, v in before.items() if k != "folder"},
+            {k: v for k, v in now.items() if k != "folder"},
+            "data",
+        )
+        if found:
+            raise HeadgateError(
+                f"{str(self.path)!r} is a run with {'; '.join(found)}; choose another folder, or go on with "
+                f"its own settings: headgate train --out {self.path}"
+            )
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep a second process out. The lock is this process's, so it ends with it however it ends."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / ".lock").open("w") as file:
+            try:
+                import fcntl
+
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except ImportError:
+                pass  # no such locks on this system
+            except BlockingIOError:
+                raise HeadgateError(
+                    f"{str(self.path)!r} is being trained by another process; wait for it or stop it"
+                ) from None
+            yield
+
+    def open_metrics(self, step: int) -> None:
+        """Go on with the metrics after `step`: what is told of later steps, and a torn line, is cut off."""
+        path = self.path / "metrics.jsonl"
+        file = path.open("a+b")
+        file.seek(0)
+        end = 0
+        for line in file:
+            told = _parse(line)
+            if told is None or told["step"] > step:
+                break
+            end += len(line)
+        file.truncate(end)
+        file.close()
+        # Without a buffer: a line is out when it is told, and none is left to fail again on closing.
+        self._metrics = path.open("ab", buffering=0)
+
+    def log(self, line: Mapping[str, Any]) -> None:
+        assert self._metrics is not None
+        self._metrics.write((json.dumps(line, allow_nan=False) + "\n").encode())
+
+    def sync_metrics(self) -> None:
+        assert self._metrics is not None
+        os.fsync(self._metrics.fileno())
+
+    def close(self) -> None:
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
+
+    def sweep(self) -> None:
+        """Remove what a killed process was writing."""
+        for left in [*self.checkpoints.glob(".*.tmp"), *self.path.glob(".*.tmp")]:
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+
+
+def read_config(run: str | os.PathLike[str]) -> Config:
+    path = Path(run) / "config.json"
+    if not path.is_file():
+        raise HeadgateError(f"{str(run)!r} is no run folder: it has no config.json")
+    return config.load(Config, path)
+
+
+def read_data(run: str | os.PathLike[str]) -> DataRecord:
+    return config.load(DataRecord, Path(run) / "data.json")
+
+
+def read_metrics(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The lines of a run's metrics; a line that is being written just now is left out."""
+    path = Path(run) / "metrics.jsonl"
+    if not path.is_file():
+        return []
+    lines = []
+    with path.open("rb") as file:
+        for line in file:
+            told = _parse(line)
+            if told is None:
+                break
+            lines.append(told)
+    return lines
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """A whole line of metrics, or None if it is torn."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        told = json.loads(line)
+    except ValueError:
+        return None
+    return told if isinstance(told, dict) and isinstance(told.get("step"), int) else None

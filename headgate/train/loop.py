@@ -1,0 +1,404 @@
+"""The loop: from a config and prepared shards to a run folder, and on from where an earlier process left it.
+
+A step takes `accumulation` forward passes of `batch_size` sequences, over all processes; its loss is the mean
+over every target among them that counts. After the step come, when they are due, the evaluation, the line of
+metrics.jsonl and the checkpoint, in this order: what a checkpoint holds has been told before.
+
+Everything that a step depends on besides the weights (data, learning rate, random numbers) is a function of
+its number, so a run that was killed and resumed is the run that was not.
+"""
+
+import hashlib
+import json
+import math
+import os
+import resource
+import shutil
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headgate import config, ops
+from headgate.config import Config, RunOptions
+from headgate.data.loader import IGNORED, Loader, Windows
+from headgate.data.shards import Split, open_split
+from headgate.errors import HeadgateError
+from headgate.model.decoder import Decoder
+from headgate.ops.native.memory import keep_memory
+from headgate.train import checkpoint
+from headgate.train.checkpoint import State
+from headgate.train.distributed import World, hold_gradients, join
+from headgate.train.evaluate import autocast, evaluate
+from headgate.train.folder import DataRecord, RunFolder, describe_data, read_metrics
+from headgate.train.optim import (
+    clip_gradients,
+    gradient_norm,
+    learning_rate,
+    make_optimizer,
+    set_learning_rate,
+)
+from headgate.train.progress import Display, duration
+from headgate.train.summary import summarise
+from headgate.train.trackers import Tracker, check_trackers, flat_values, make_trackers
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a call of `train` ended."""
+
+    step: int
+    signal: int | None
+    """The signal that stopped it; None when the run is finished."""
+
+
+def train(
+    asked: Config,
+    data: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    options: RunOptions | None = None,
+) -> Outcome:
+    """Train into the run folder `out`, or go on with the run that it holds."""
+    options = options or RunOptions()
+    keep_memory()
+    check_trackers(options.track)
+    with join(options.device) as world, ExitStack() as stack:
+        share = world.share(asked.train.batch_size)
+        splits = [open_split(data, name, verify=world.is_first) for name in ("train", "val")]
+        record = describe_data(data, *splits)
+        _check_vocabulary(asked, record)
+        for split in splits:
+            Windows(split, asked.train.context)  # too short a split is named before anything is written
+        decoder = Decoder(asked.model, seed=asked.seed)
+        run = RunFolder(out)
+        if world.is_first:
+            existed = run.path.exists()
+            stack.callback(lambda: None if existed else _remove_unless_begun(run.path))
+        state, folder = world.on_first(lambda: _claim(run, asked, record, stack))
+        if state.step >= asked.train.steps and run.summary.is_file():
+            if world.is_first:
+                print(f"{str(run.path)!r} is finished: all {state.step:,} steps are done", file=sys.stderr)
+            return Outcome(state.step, None)
+        loader = Loader(
+            splits[0],
+            length=asked.train.context,
+            batch_size=share,
+            seed=asked.seed,
+            rank=world.rank,
+            ranks=world.size,
+            state=state.loader,
+        )
+        trainer = Trainer(asked, options, world, run, decoder, loader, splits[1], state)
+        if folder is not None:
+            checkpoint.restore(folder if world.is_first else None, decoder, trainer.optimizer, world)
+        return trainer.run()
+
+
+class Trainer:
+    def __init__(
+        self,
+        asked: Config,
+        options: RunOptions,
+        world: World,
+        run: RunFolder,
+        decoder: Decoder,
+        loader: Loader,
+        val: Split,
+        state: State,
+    ) -> None:
+        self.config, self.options, self.world, self.folder = asked, options, world, run
+        self.decoder = decoder.to(world.device)
+        self.decoder.recompute = options.recompute
+        if options.compile:
+            for layer in self.decoder.layers:
+                layer.compile()
+        self.model = world.wrap(self.decoder, shard=options.shard)
+        self.optimizer = make_optimizer(self.decoder, asked.train)
+        self.parameters: list[Tensor] = list(self.decoder.parameters())
+        self.loader, self.val = loader, Windows(val, asked.train.context)
+        self.state = state
+        self.saved_step = state.step
+        self._saved_at = time.monotonic()
+        self._paths_before = Counter(ops.paths_taken())
+        self._paths_told = Counter(state.paths)
+        self._clock = time.perf_counter()
+
+    def run(self) -> Outcome:
+        train, world = self.config.train, self.world
+        with ExitStack() as stack:
+            stop = stack.enter_context(_signals())
+            display = stack.enter_context(
+                closing(Display(train.steps, self.state.step, shown=world.is_first))
+            )
+            self._greet(display)
+            trackers: list[Tracker] = []
+            if world.is_first:
+                settings = config.to_dict(self.config)
+                trackers = make_trackers(self.options.track, self.folder.path, settings, self.state.step)
+            for tracker in trackers:
+                stack.enter_context(closing(tracker))
+            while self.state.step < train.steps:
+                line, stopping, save = self.step(stop)
+                step = self.state.step
+                display.update(step, self.state.tokens, line["loss"])
+                last = step == train.steps
+                evaluated = last or step % train.evaluate_every == 0
+                best = evaluated and self._evaluate(line, display)
+                if world.is_first and (evaluated or step % self.options.log_every == 0):
+                    self._tell(line, trackers)
+                every = self.options.save_every
+                if save or stopping or best or last or (every and step % every == 0):
+                    self.save()
+                if stopping and not last:
+                    self._part(display, stopping)
+                    return Outcome(step, stopping)
+            if world.is_first:
+                self._finish(display)
+        return Outcome(self.state.step, None)
+
+    def step(self, stop: "Stop") -> tuple[dict[str, Any], int, bool]:
+        """One optimiser step: its line of metrics, the signal that asks to stop after it, whether to save."""
+        train, world, number = self.config.train, self.world, self.state.step + 1
+        torch.manual_seed(_step_seed(self.config.seed, number, world.rank))
+        batches = [next(self.loader) for _ in range(train.accumulation)]
+        counted = sum(int((targets != IGNORED).sum()) for _, targets in batches)
+        scale = world.size / max(1.0, world.sum([counted])[0])
+        loss_sum = torch.zeros((), device=world.device)
+        for n, (tokens, targets) in enumerate(batches):
+            tokens, targets = tokens.to(world.device), targets.to(world.device)
+            with hold_gradients(self.model, hold=n + 1 < len(batches)):
+                with autocast(world.device, train.precision):
+                    loss = self.model(tokens, targets, reduction="sum") * scale
+                loss.backward()
+            loss_sum += loss.detach()
+        late = time.monotonic() - self._saved_at > 60 * self.options.save_minutes
+        # The ranks must agree on when to stop and to save, and they meet here anyway to add up the loss.
+        total, stopping, save = world.sum([loss_sum.item(), stop.signal > 0, late and world.is_first])
+        loss_value = total / world.size
+        norm = gradient_norm(self.parameters)
+        rate = learning_rate(number, train)
+        finite = math.isfinite(loss_value) and math.isfinite(norm)
+        if finite:
+            clip_gradients(self.parameters, norm, train.clip)
+            set_learning_rate(self.optimizer, rate)
+            self.optimizer.step()
+        elif self.options.on_nonfinite == "stop":
+            self._refuse_nonfinite(number, loss_value, norm)
+        self.optimizer.zero_grad(set_to_none=True)
+        tokens_of_step = train.batch_size * train.accumulation * train.context
+        seconds = self._lap()
+        self.state = replace(
+            self.state,
+            step=number,
+            tokens=self.state.tokens + tokens_of_step,
+            skipped=self.state.skipped + (not finite),
+            loader=self.loader.state(),
+            training_seconds=self.state.training_seconds + seconds,
+        )
+        line = {
+            "step": number,
+            "tokens": self.state.tokens,
+            "seconds": round(self._seconds(), 4),
+            "loss": loss_value if math.isfinite(loss_value) else None,
+            "learning_rate": rate,
+            "gradient_norm": norm if math.isfinite(norm) else None,
+            "tokens_per_second": round(tokens_of_step / max(seconds, 1e-9), 1),
+            "memory_peak": memory_peak(world.device),
+            "skipped": self.state.skipped,
+        }
+        return line, (stop.signal or signal.SIGTERM) if stopping else 0, bool(save)
+
+    def save(self) -> None:
+        """Write the checkpoint of the present step, unless there is one."""
+        if self.saved_step == self.state.step:
+            return
+        state = replace(
+            self.state,
+            memory_peak=max(self.state.memory_peak, memory_peak(self.world.device)),
+            paths=dict(self._paths_told + (Counter(ops.paths_taken()) - self._paths_before)),
+            threads=torch.get_num_threads(),
+            processes=self.world.size,
+        )
+        checkpoint.save(self.folder, state, self.decoder, self.optimizer, self.world, keep=self.options.keep)
+        self.saved_step, self._saved_at = state.step, time.monotonic()
+        self.state = replace(state, saving_seconds=state.saving_seconds + self._lap())
+
+    def _evaluate(self, line: dict[str, Any], display: Display) -> bool:
+        """Add the evaluation to the line; whether it is the best so far."""
+        train = self.config.train
+        result = evaluate(
+            self.decoder,
+            self.val,
+            tokens=train.evaluate_tokens,
+            batch_size=train.batch_size,
+            precision=train.precision,
+            world=self.world,
+        )
+        told = result.to_dict()
+        line["gates"] = told.pop("gates")
+        line["validation"] = told
+        best = math.isfinite(result.loss) and (
+            self.state.best_loss is None or result.loss < self.state.best_loss
+        )
+        if best:
+            self.state = replace(self.state, best_step=self.state.step, best_loss=result.loss)
+        self.state = replace(self.state, evaluating_seconds=self.state.evaluating_seconds + self._lap())
+        note = ", the best so far" if best else ""
+        display.say(f"step {self.state.step:,}: validation loss {result.loss:.4f}{note}")
+        return best
+
+    def _tell(self, line: dict[str, Any], trackers: list[Tracker]) -> None:
+        try:
+            self.folder.log(line)
+        except OSError as error:
+            raise HeadgateError(
+                f"{str(self.folder.path / 'metrics.jsonl')!r} cannot be written at step {line['step']}: "
+                f"{error.strerror}; {self._last_good()}"
+            ) from error
+        if trackers:
+            values = flat_values(line)
+            for tracker in trackers:
+                tracker.log(line["step"], values)
+
+    def _greet(self, display: Display) -> None:
+        state, model = self.state, self.config.model
+        names = ", ".join(dict.fromkeys(spec.name for spec in model.mechanism))
+        display.say(
+            f"{names}: {self.decoder.parameter_count():,} parameters, {self.config.train.steps:,} steps, "
+            f"device {self.world.device}, processes {self.world.size}, threads {torch.get_num_threads()}"
+        )
+        if state.step:
+            display.say(f"going on from step {state.step:,} of {str(self.folder.path)!r}")
+            now = (torch.get_num_threads(), self.world.size)
+            if now != (state.threads, state.processes):
+                display.say(
+                    f"it was saved with {state.threads} threads in each of {state.processes} processes: "
+                    "the order of additions changes, and with it the last digits"
+                )
+
+    def _part(self, display: Display, number: int) -> None:
+        display.say(
+            f"stopped by {signal.Signals(number).name} after step {self.state.step:,}, which is saved; "
+            f"go on with: headgate train --out {self.folder.path}"
+        )
+
+    def _finish(self, display: Display) -> None:
+        lines = [line for line in read_metrics(self.folder.path) if "validation" in line]
+        last = lines[-1]
+        best = next((line for line in lines if line["step"] == self.state.best_step), last)
+        told = summarise(self.config, self.decoder, self.state, last, best, self.world)
+        write_json(self.folder.summary, told)
+        display.say(
+            f"finished in {duration(self._seconds())}: validation loss {last['validation']['loss']:.4f}, "
+            f"{told['tokens_per_second']:,.0f} tokens/s; the run is in {str(self.folder.path)!r}"
+        )
+
+    def _refuse_nonfinite(self, number: int, loss: float, norm: float) -> None:
+        what = f"the gradient's norm is {norm}" if math.isfinite(loss) else f"the loss is {loss}"
+        raise HeadgateError(
+            f"at step {number} {what}; {self._last_good()}: lower train.learning_rate in another run, or go "
+            "on with --on-nonfinite skip"
+        )
+
+    def _last_good(self) -> str:
+        if not self.saved_step:
+            return "there is no checkpoint yet"
+        return (
+            f"the last good checkpoint is {self.folder.checkpoints / checkpoint.folder_name(self.saved_step)}"
+        )
+
+    def _lap(self) -> float:
+        """Seconds since this was last asked."""
+        now = time.perf_counter()
+        self._clock, before = now, self._clock
+        return now - before
+
+    def _seconds(self) -> float:
+        return self.state.training_seconds + self.state.evaluating_seconds + self.state.saving_seconds
+
+
+class Stop:
+    """Whether a signal has asked the run to stop after the present step."""
+
+    signal = 0
+
+
+@contextmanager
+def _signals() -> Iterator[Stop]:
+    """While inside, SIGTERM and Ctrl-C only make a note; a second Ctrl-C stops at once.
+
+    Under torchrun the second comes by itself, from the terminal and from torchrun, and is not a hurry.
+    """
+    stop = Stop()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if stop.signal and number == signal.SIGINT and "RANK" not in os.environ:
+            raise KeyboardInterrupt
+        stop.signal = number
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def memory_peak(device: torch.device) -> int:
+    """The most bytes used so far: on a GPU by tensors, otherwise by the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def write_json(path: Path, values: Any) -> None:
+    config.write_text(path, json.dumps(values, indent=2, allow_nan=False) + "\n")
+
+
+def _claim(run: RunFolder, asked: Config, record: DataRecord, stack: ExitStack) -> tuple[State, Path | None]:
+    """Make the run folder ours; the state to start from, and the checkpoint that it comes from."""
+    try:
+        run.refuse_strangers()
+        stack.enter_context(run.locked())
+        run.claim(asked, record)
+        run.sweep()
+        steps = checkpoint.saved_steps(run)
+        folder = checkpoint.find(run) if steps else None
+        state = checkpoint.read_state(folder) if folder else State()
+        if not (state.step >= asked.train.steps and run.summary.is_file()):
+            run.open_metrics(state.step)
+            stack.callback(run.close)
+    except OSError as error:
+        raise HeadgateError(
+            f"{str(error.filename or run.path)!r} cannot be written: {error.strerror}"
+        ) from error
+    return state, folder
+
+
+def _check_vocabulary(asked: Config, record: DataRecord) -> None:
+    if record.vocab_size is not None and asked.model.vocab_size < record.vocab_size:
+        raise HeadgateError(
+            f"model.vocab_size={asked.model.vocab_size} is too small for the data, whose tokenizer has "
+            f"{record.vocab_size} entries; add model.vocab_size={record.vocab_size}"
+        )
+
+
+def _step_seed(seed: int, step: int, rank: int) -> int:
+    digest = hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def _remove_unless_begun(path: Path) -> None:
+    """Remove a folder that was made for a run which then could not begin."""
+    if path.is_dir() and not (path / "config.json").exists():
+        shutil.rmtree(path)

@@ -1,0 +1,51 @@
+"""From the words of the command line to a run: which config, which data, which folder."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from headgate import config
+from headgate.config import Config, RunOptions
+from headgate.errors import HeadgateError
+from headgate.model.decoder import with_mechanism
+from headgate.recipes import get_recipe
+from headgate.train.folder import read_config, read_data
+from headgate.train.loop import train
+
+
+def start(
+    recipe: str | None,
+    overrides: Sequence[str],
+    *,
+    out: str | os.PathLike[str],
+    data: str | os.PathLike[str] | None = None,
+    mechanism: str | None = None,
+    options: RunOptions,
+) -> int | None:
+    """Train what the words say; returns the signal that stopped it, None at its end."""
+    asked = _config(recipe, out)
+    if mechanism is not None:
+        asked = replace(asked, model=with_mechanism(asked.model, mechanism))
+    asked = config.override(asked, overrides)
+    if data is None:
+        if not (Path(out) / "data.json").is_file():
+            raise HeadgateError(
+                "a new run needs tokens to train on: --data FOLDER, as `headgate prepare` wrote it"
+            )
+        data = read_data(out).folder
+    return train(asked, data, out, options).signal
+
+
+def _config(recipe: str | None, out: str | os.PathLike[str]) -> Config:
+    if recipe is None:
+        if not (Path(out) / "config.json").is_file():
+            raise HeadgateError(
+                f"{str(out)!r} is no run to go on with; name a recipe to begin one: headgate train tiny ..."
+            )
+        return read_config(out)
+    if "=" in recipe:
+        raise HeadgateError(f"{recipe!r} stands where the recipe does; write headgate train RECIPE {recipe}")
+    if recipe.endswith(".json") or Path(recipe).is_file():
+        return config.load(Config, recipe)
+    return get_recipe(recipe)

@@ -1,0 +1,102 @@
+"""What a finished run says of itself: losses, speed, cost, and the circumstances they were measured in."""
+
+import os
+import platform
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import nn
+
+from headgate.config import Config
+from headgate.mechanisms.base import Mechanism
+from headgate.model.decoder import Decoder
+from headgate.train.checkpoint import State
+from headgate.train.distributed import World
+from headgate.version import __version__
+
+PACKAGES = ("torch", "numpy", "safetensors", "tokenizers")
+
+
+def summarise(
+    config: Config,
+    decoder: Decoder,
+    state: State,
+    last: Mapping[str, Any],
+    best: Mapping[str, Any],
+    world: World,
+) -> dict[str, Any]:
+    """`last` and `best` are the lines of metrics.jsonl of the last and the best evaluation."""
+    context = config.train.context
+    return {
+        "steps": state.step,
+        "tokens": state.tokens,
+        "skipped": state.skipped,
+        "final": {"step": last["step"], "train_loss": last["loss"], **last["validation"]},
+        "best": {"step": best["step"], **best["validation"]},
+        "gates": last["gates"],
+        "tokens_per_second": state.tokens / max(state.training_seconds, 1e-9),
+        "seconds": {
+            "training": state.training_seconds,
+            "evaluating": state.evaluating_seconds,
+            "saving": state.saving_seconds,
+        },
+        "memory_peak": state.memory_peak,
+        "parameters": decoder.parameter_count(),
+        "mechanism_parameters": sum(p.numel() for m in mechanisms_of(decoder) for p in m.parameters()),
+        "flops_per_token": flops_per_token(decoder, context),
+        "kernel_paths": dict(sorted(state.paths.items())),
+        "sparsity": sparsity(decoder, context),
+        "mechanisms": [config.model.layer_mechanism(n).name for n in range(config.model.n_layers)],
+        "versions": {
+            "headgate": __version__,
+            "python": platform.python_version(),
+            **{package: version(package) for package in PACKAGES},
+        },
+        "machine": {
+            "system": platform.platform(),
+            "processor": _processor(),
+            "device": str(world.device),
+            "device_name": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else None,
+            "processes": world.size,
+            "threads": torch.get_num_threads(),
+        },
+    }
+
+
+def mechanisms_of(decoder: Decoder) -> list[Mechanism]:
+    """One for each layer."""
+    return [module for module in decoder.modules() if isinstance(module, Mechanism)]
+
+
+def flops_per_token(decoder: Decoder, context: int) -> dict[str, float]:
+    """Multiplications and additions of the forward pass, the mean over a context; training takes three times.
+
+    Two for each weight of a linear map, the output head among them, and four for each dimension of a head and
+    query-key pair. Norms, RoPE and what a mechanism does to a pair besides are left out.
+    """
+    weights = sum(
+        p.numel() for m in decoder.modules() if isinstance(m, nn.Linear) for p in m.parameters() if p.ndim > 1
+    )
+    if decoder.config.tied_embeddings:
+        weights += decoder.embedding.weight.numel()
+    pairs = sum(m.pairs(context) for m in mechanisms_of(decoder)) / context
+    attention = 4.0 * pairs * decoder.config.n_heads * decoder.config.head_dim
+    return {"linear": 2.0 * weights, "attention": attention, "forward": 2.0 * weights + attention}
+
+
+def sparsity(decoder: Decoder, context: int) -> dict[str, Any]:
+    """The share of the causal query-key pairs that each layer does not evaluate."""
+    dense = context * (context + 1) // 2
+    layers = [1 - m.pairs(context) / dense for m in mechanisms_of(decoder)]
+    return {"context": context, "mean": sum(layers) / len(layers), "by_layer": layers}
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"

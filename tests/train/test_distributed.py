@@ -1,0 +1,167 @@
+"""Several processes: the same losses, checkpoints that any number resumes, and workers that die.
+
+The runs are the real command under torchrun, with gloo on the CPU; each is a few seconds of starting Python.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from small_runs import changed, told
+
+import headgate
+from headgate import config
+from headgate.config import Config, RunOptions
+from headgate.train import checkpoint
+from headgate.train.folder import RunFolder, read_metrics
+from headgate.train.loop import train
+
+
+@pytest.fixture
+def twenty(micro: Config) -> Config:
+    """Twenty steps, with accumulation, evaluation at uneven counts, and a vector of odd size to share out."""
+    micro = changed(micro, steps=20, batch_size=4, accumulation=2, evaluate_every=10, evaluate_tokens=130)
+    return replace(micro, model=replace(micro.model, d_mlp=25))
+
+
+def torchrun(processes: int, *arguments: str | Path, restarts: int = 0) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]  # a free port
+    command += ["--max-restarts", str(restarts), "-m", "headgate", "train", *map(str, arguments)]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def finish(started: "subprocess.Popen[str]") -> str:
+    out, err = started.communicate(timeout=240)
+    assert started.returncode == 0, out + err
+    return err
+
+
+def losses(run: Path) -> list[float]:
+    return [line["loss"] for line in read_metrics(run)]
+
+
+def assert_same_losses(one: Path, other: Path) -> None:
+    assert losses(one) == pytest.approx(losses(other), abs=1e-4)
+    for ours, theirs in zip(told(one), told(other), strict=True):
+        assert ours["tokens"] == theirs["tokens"]
+        assert ours["gradient_norm"] == pytest.approx(theirs["gradient_norm"], abs=1e-4)
+        if "validation" in ours:
+            assert ours["validation"]["loss"] == pytest.approx(theirs["validation"]["loss"], abs=1e-4)
+            assert ours["validation"]["tokens"] == theirs["validation"]["tokens"]
+            for gate, other_gate in zip(ours["gates"], theirs["gates"], strict=True):
+                assert gate == pytest.approx(other_gate, abs=1e-4)
+
+
+def test_the_number_of_processes_changes_nothing(twenty: Config, data: Path, tmp_path: Path) -> None:
+    """1, 2 and 4 processes, DDP and FSDP2; then 1 goes on from a checkpoint of 4, and 4 from one of 1."""
+    config.save(twenty, tmp_path / "config.json")
+    common = [tmp_path / "config.json", "--data", data, "--save-every", "7", "--keep", "9", "--out"]
+    train(twenty, data, tmp_path / "one", RunOptions(save_every=7, keep=9))
+    rewind(tmp_path / "one", 7, tmp_path / "one-then-four")
+    before = losses(tmp_path / "one-then-four")
+    two = torchrun(2, *common, tmp_path / "two")
+    finish(torchrun(2, *common, tmp_path / "two-sharded", "--shard"))
+    finish(two)
+    four = torchrun(4, *common, tmp_path / "four")
+    finish(torchrun(4, *common, tmp_path / "four-sharded", "--shard"))
+    finish(four)
+    words = finish(torchrun(4, *common, tmp_path / "one-then-four", "--shard"))
+    assert "going on from step 7" in words
+    assert "it was saved with 1 threads in each of 1 processes" in words
+    assert losses(tmp_path / "one-then-four")[: len(before)] == before
+    for name in ("four", "four-sharded"):
+        rewind(tmp_path / name, 7, tmp_path / f"{name}-then-one")
+        train(twenty, data, tmp_path / f"{name}-then-one")
+    whole = headgate.load(tmp_path / "one").state_dict()
+    for run in tmp_path.iterdir():
+        if run.is_dir():
+            assert_same_losses(tmp_path / "one", run)
+            for key, tensor in headgate.load(run).state_dict().items():
+                assert torch.allclose(tensor, whole[key], atol=1e-3), (run.name, key)
+
+
+def rewind(run: Path, step: int, copy: Path) -> None:
+    """A copy of the run as it was when it had saved this step."""
+    shutil.copytree(run, copy)
+    for saved in checkpoint.saved_steps(RunFolder(copy)):
+        if saved > step:
+            shutil.rmtree(copy / "checkpoints" / checkpoint.folder_name(saved))
+    (copy / "summary.json").unlink()
+    lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (copy / "metrics.jsonl").write_text("".join(lines[:step]))
+
+
+def test_a_dead_worker_ends_the_job_and_restarts_bring_it_back(
+    micro: Config, data: Path, tmp_path: Path
+) -> None:
+    long = changed(micro, steps=400, evaluate_every=200)
+    config.save(long, tmp_path / "config.json")
+    run = tmp_path / "run"
+    arguments = [tmp_path / "config.json", "--data", data, "--out", run, "--save-every", "20"]
+    job = torchrun(2, *arguments)
+    _kill_a_worker(job, run, after=25)
+    _, words = job.communicate(timeout=30)  # far below the 10 minutes that a hang would take
+    assert job.returncode != 0
+    saved = checkpoint.saved_steps(RunFolder(run))
+    assert saved
+    headgate.load(run)
+
+    job = torchrun(2, *arguments, restarts=1)
+    _kill_a_worker(job, run, after=saved[-1] + 45)
+    words = finish(job)
+    assert words.count("going on from step") == 2
+    assert [line["step"] for line in read_metrics(run)] == list(range(1, 401))
+
+
+def _kill_a_worker(job: "subprocess.Popen[str]", run: Path, *, after: int) -> None:
+    """SIGKILL for the last rank once the metrics have reached a step."""
+    while not (lines := read_metrics(run)) or lines[-1]["step"] < after:
+        assert job.poll() is None, job.communicate()
+        time.sleep(0.05)
+    children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+    for child in children:
+        if b"RANK=1\0" in Path(f"/proc/{child}/environ").read_bytes().replace(b"LOCAL_RANK", b"L"):
+            os.kill(int(child), signal.SIGKILL)
+            return
+    raise AssertionError(f"no rank 1 among {children}")
+
+
+def test_a_signal_stops_every_process_at_one_step(micro: Config, data: Path, tmp_path: Path) -> None:
+    config.save(changed(micro, steps=100_000, evaluate_every=1000), tmp_path / "config.json")
+    run = tmp_path / "run"
+    job = torchrun(2, tmp_path / "config.json", "--data", data, "--out", run)
+    while len(read_metrics(run)) < 3:
+        assert job.poll() is None, job.communicate()
+        time.sleep(0.05)
+    job.send_signal(signal.SIGTERM)
+    _, words = job.communicate(timeout=60)
+    step = read_metrics(run)[-1]["step"]
+    assert f"stopped by SIGTERM after step {step:,}, which is saved" in words
+    assert checkpoint.saved_steps(RunFolder(run)) == [step]
+
+
+def test_what_does_not_fit_is_said_once_and_for_all(micro: Config, data: Path, tmp_path: Path) -> None:
+    config.save(changed(micro, batch_size=3), tmp_path / "config.json")
+    run = tmp_path / "run"
+    job = torchrun(2, tmp_path / "config.json", "--data", data, "--out", run)
+    _, words = job.communicate(timeout=60)
+    assert job.returncode != 0
+    assert "headgate: batch_size=3 cannot be shared out evenly over 2 processes" in words
+    assert not run.exists()
+    train(changed(micro, steps=1), data, run)
+    config.save(changed(micro, steps=2), tmp_path / "config.json")
+    job = torchrun(2, tmp_path / "config.json", "--data", data, "--out", run)
+    _, words = job.communicate(timeout=60)
+    assert "train.steps=1 and not 2" in words
+    assert "headgate (rank 1): " in words  # rank 0's refusal reaches the others: nobody waits in vain

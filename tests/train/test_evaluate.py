@@ -1,0 +1,154 @@
+"""Evaluation: on which tokens, how it is summed, and the command that shows it."""
+
+import json
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small_runs import changed
+
+import headgate
+from headgate.cli import run as command
+from headgate.config import Config
+from headgate.data.loader import Windows
+from headgate.data.shards import open_split
+from headgate.errors import HeadgateError
+from headgate.train.evaluate import evaluate, evaluate_run, position_bins
+from headgate.train.folder import read_metrics
+from headgate.train.loop import train
+
+
+@pytest.fixture(scope="module")
+def run(data: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    from headgate.recipes import get_recipe
+
+    small = get_recipe("tiny")
+    model = replace(small.model, vocab_size=257, d_model=16, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=8)
+    settings = replace(small.train, context=24, batch_size=4, steps=6, evaluate_every=3, evaluate_tokens=120)
+    folder = tmp_path_factory.mktemp("evaluate") / "run"
+    config = replace(small, model=replace(model, d_mlp=24), train=settings)
+    mechanism = headgate.build_model(config, "dynamic-sparse").config
+    torch.set_num_threads(1)
+    train(replace(config, model=mechanism), data, folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("length", "bins"),
+    [
+        (1, [(0, 1)]),
+        (2, [(0, 1), (1, 2)]),
+        (8, [(0, 1), (1, 2), (2, 4), (4, 8)]),
+        (9, [(0, 1), (1, 2), (2, 4), (4, 8), (8, 9)]),
+    ],
+)
+def test_bins_double_and_cover_the_context(length: int, bins: list[tuple[int, int]]) -> None:
+    assert position_bins(length) == bins
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 100])
+def test_the_loss_is_the_mean_over_every_token_of_the_split(
+    batch_size: int, data: Path, micro: Config
+) -> None:
+    decoder = headgate.build_model(micro).double()
+    windows = Windows(open_split(data, "val"), 24)
+    result = evaluate(decoder, windows, batch_size=batch_size)
+    tokens, targets = windows.read(range(len(windows)))
+    with torch.no_grad():
+        losses = F.cross_entropy(decoder(tokens).mT, targets, reduction="none", ignore_index=-100)
+    counted = targets != -100
+    assert result.tokens == windows.split.tokens - 1 == int(counted.sum())
+    assert result.loss == pytest.approx((losses.sum() / counted.sum()).item(), rel=1e-12)
+    assert result.perplexity == pytest.approx(math.exp(result.loss))
+    bits = result.loss / math.log(2) * windows.split.tokens / windows.split.bytes
+    assert result.bits_per_byte == pytest.approx(bits)
+    for part in result.by_position:
+        at = slice(part.first, part.end)
+        assert part.loss == pytest.approx((losses[:, at].sum() / counted[:, at].sum()).item(), rel=1e-9)
+
+
+def test_the_first_tokens_are_whole_windows(data: Path, micro: Config) -> None:
+    decoder, windows = headgate.build_model(micro), Windows(open_split(data, "val"), 24)
+    assert evaluate(decoder, windows, tokens=1).tokens == 24
+    assert evaluate(decoder, windows, tokens=71).tokens == 48
+    assert evaluate(decoder, windows, tokens=10**9).tokens == windows.split.tokens - 1
+    first = evaluate(decoder, windows, tokens=48, batch_size=2)
+    assert first.loss == pytest.approx(decoder(*windows.read([0, 1])).item(), rel=1e-6)
+
+
+def test_gate_statistics_are_those_of_the_gates(data: Path, micro: Config) -> None:
+    decoder, windows = headgate.build_model(micro), Windows(open_split(data, "val"), 24)
+    with torch.no_grad():  # gates all over the range
+        for layer in decoder.layers:
+            layer.attention.mechanism.gate.weight.mul_(400)
+    with headgate.probe(decoder) as seen:
+        decoder(windows.read([0, 1])[0])
+    found = evaluate(decoder, windows, tokens=48, batch_size=3).gates
+    assert [gate.layer for gate in found] == [0, 1]
+    for gate, values in zip(found, seen.values(), strict=True):
+        assert gate.mean == pytest.approx(values[0].mean().item(), abs=1e-6)
+        assert gate.spread == pytest.approx(values[0].std(correction=0).item(), abs=1e-6)
+        assert gate.below_01 == pytest.approx((values[0] < 0.1).float().mean().item())
+        assert gate.above_09 == pytest.approx((values[0] > 0.9).float().mean().item())
+        assert gate.below_01 > 0
+        assert gate.above_09 > 0
+    assert evaluate(headgate.build_model(micro, "full"), windows, tokens=24).gates == ()
+
+
+@pytest.mark.parametrize("name", headgate.mechanisms())
+def test_every_mechanism_can_be_evaluated(name: str, data: Path, micro: Config) -> None:
+    windows = Windows(open_split(data, "val"), 24)
+    result = evaluate(headgate.build_model(micro, name), windows, tokens=72, batch_size=2)
+    assert result.loss == pytest.approx(math.log(257), abs=0.2)
+    json.dumps(result.to_dict(), allow_nan=False)
+
+
+def test_the_command_repeats_what_training_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command(["evaluate", str(run), "--tokens", "120", "--json"])
+    told = json.loads(capsys.readouterr().out)
+    line = read_metrics(run)[-1]
+    for name, value in line["validation"].items():
+        assert told[name] == value, name
+    assert told["gates"] == line["gates"]
+    assert (told["split"], told["step"], told["tokens"]) == ("val", 6, 120)
+    command(["evaluate", str(run), "--split", "test", "--checkpoint", "best"])
+    shown = capsys.readouterr().out
+    assert "split test" in shown
+    assert "16-23" in shown
+    assert "gate's mean" in shown
+
+
+def test_the_whole_split_by_default(run: Path, data: Path) -> None:
+    for split in ("val", "test"):
+        assert evaluate_run(run, split=split)["tokens"] == open_split(data, split).tokens - 1
+
+
+def test_data_may_move_but_not_change(run: Path, data: Path, micro: Config, tmp_path: Path) -> None:
+    shutil.copytree(data, tmp_path / "moved")
+    moved = evaluate_run(run, tokens=24, data=tmp_path / "moved")
+    assert moved == evaluate_run(run, tokens=24)
+    manifest = tmp_path / "moved" / "manifest.json"
+    text = json.loads(manifest.read_text())
+    text["tokenizer"]["sha256"] = "0" * 64
+    manifest.write_text(json.dumps(text))
+    with pytest.raises(HeadgateError, match=r"is not the data that .* was trained on; give that with --data"):
+        evaluate_run(run, data=tmp_path / "moved")
+
+
+def test_mistakes_are_one_sentence(run: Path, tmp_path: Path, data: Path, micro: Config) -> None:
+    with pytest.raises(HeadgateError, match="is no run folder"):
+        evaluate_run(tmp_path)
+    with pytest.raises(HeadgateError, match="'vall' is not a split"):
+        evaluate_run(run, split="vall")
+    with pytest.raises(HeadgateError, match="tokens=0 is too small"):
+        evaluate_run(run, tokens=0)
+    with pytest.raises(HeadgateError, match="has no checkpoint 'first'"):
+        evaluate_run(run, which="first")
+    train(changed(micro, steps=1), data, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000001")
+    with pytest.raises(HeadgateError, match="has no checkpoint yet"):
+        evaluate_run(tmp_path / "run")
