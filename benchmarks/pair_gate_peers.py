@@ -5,8 +5,8 @@
 
 Every round runs each path once, so that what else the machine does meets all of them; a ratio is the median
 over rounds of path over SDPA, with the middle half of the rounds in brackets. On a machine that others use,
-`--threads 1 --clock cpu` counts the time that a path itself computes. Memory is the growth of a fresh process's
-peak over one step, gradients included. `eager` is the dense reference, as long as it fits.
+`--threads 1 --clock cpu` counts the time that a path itself computes. Memory is the growth of a fresh
+process's peak over one step, gradients included. `eager` is the dense reference, as long as it fits.
 """
 
 import argparse
