@@ -3,8 +3,9 @@
 What PyTorch's own fused CPU attention can do, it does: full causal spans, and the forward of a window, whose
 tiles are overlapping views of the keys under one shared mask. The rest are matrix products per tile.
 
-Shapes: q (B,H,Tq,D); k, v (B,G,Tk,D). Inside, heads stand as (G,R), R = H/G, and a tile's queries as
-(B,G,R*n,D), so that grouped keys are never repeated.
+Shapes: q (B,H,Tq,D); k, v (B,G,Tk,D). Inside, N = B*G and R = H/G: queries stand as (N,R,Tq,D), a tile of
+them as (N,R*n,D), and keys as (N,Tk,D), so that grouped keys are never repeated. Scores are in units of
+log 2, since PyTorch's exp2 takes half the time of its exp.
 """
 
 import math
@@ -18,6 +19,7 @@ from torch import Tensor
 from headgate.ops import reference
 from headgate.ops.tiles import query_tiles
 
+LOG2E, LN2 = math.log2(math.e), math.log(2)
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
@@ -50,7 +52,7 @@ class Span:
         size."""
         if self.window is None or self.ring is not None or self.global_tokens > self.start:
             return range(0)
-        size = max(32, min(128, self.window // 2))
+        size = max(32, min(64, self.window // 2))
         first = max(0, max(self.window, self.dense_prefix - self.start) - self.offset)
         return range(first, self.queries - size + 1, size)
 
@@ -113,24 +115,26 @@ class Tile:
     in_ring: Tensor | None
 
     def of_keys(self, kv: Tensor) -> Tensor:
-        near = kv[:, :, self.keys]
-        return torch.cat([kv[:, :, : self.extra], near], 2) if self.extra else near
+        near = kv[:, self.keys]
+        return torch.cat([kv[:, : self.extra], near], 1) if self.extra else near
 
-    def add_to_keys(self, total: Tensor, part: Tensor) -> None:
+    def add_to_keys(self, total: Tensor, weights: Tensor, rows: Tensor) -> None:
+        """Adds weights (N,R*n,m) transposed times rows (N,R*n,D) to the tile's keys."""
         if self.extra:
-            total[:, :, : self.extra] += part[:, :, : self.extra]
-        total[:, :, self.keys] += part[:, :, self.extra :]
+            total[:, : self.extra].baddbmm_(weights[..., : self.extra].mT, rows)
+            weights = weights[..., self.extra :]
+        total[:, self.keys].baddbmm_(weights.mT, rows)
 
     def of_queries(self, grouped: Tensor) -> Tensor:
-        """(B,G,R,Tq,...) -> (B,G,R*n,...)"""
-        return grouped[:, :, :, self.queries].flatten(2, 3)
+        """(N,R,Tq,...) -> (N,R*n,...)"""
+        return grouped[:, :, self.queries].flatten(1, 2)
 
-    def scores(self, q: Tensor, k: Tensor, ring_log_weight: Tensor | None) -> Tensor:
-        """Masked logits (B,G,R,n,m) of q (B,G,R*n,D), which carries the scale, and k (B,G,m,D)."""
-        s = (q @ k.mT).unflatten(2, (-1, self.queries.stop - self.queries.start))
-        if ring_log_weight is not None:
+    def scores(self, q: Tensor, k: Tensor, ring_log2_weight: Tensor | None) -> Tensor:
+        """Masked logits (N,R,n,m) of q (N,R*n,D), which carries the scale, and k (N,m,D)."""
+        s = torch.bmm(q, k.mT).unflatten(1, (-1, self.queries.stop - self.queries.start))
+        if ring_log2_weight is not None:
             assert self.in_ring is not None
-            s += torch.where(self.in_ring, ring_log_weight[:, :, :, self.queries, None], 0.0)
+            s += torch.where(self.in_ring, ring_log2_weight[:, :, self.queries, None], 0.0)
         for columns, hidden in self.edges:
             s[..., columns].masked_fill_(hidden, -math.inf)
         return s
@@ -159,24 +163,22 @@ def forward(
         out.copy_(fused_out)
         lse.copy_(fused_lse)
         return
-    g, dtype = k.shape[1], lse.dtype
-    scaled = _grouped(q.to(dtype) / math.sqrt(q.shape[-1]), g)
-    k, v = k.to(dtype), v.to(dtype)
-    weight = None if ring_log_weight is None else _grouped(ring_log_weight.to(dtype), g)
-    out, lse = _grouped(out, g), _grouped(lse, g)
-    rings = None if ring_log_weight is None else ring
-    span = Span(q.shape[2], k.shape[2], window, dense_prefix, global_tokens, rings, start, q.device)
+    dtype, per_key_head = lse.dtype, _Heads(q, k)
+    scaled = per_key_head.queries(q.to(dtype) * (LOG2E / math.sqrt(q.shape[-1])))
+    keys, values = k.to(dtype).flatten(0, 1), v.to(dtype).flatten(0, 1)
+    weight = None if ring_log_weight is None else per_key_head.queries(ring_log_weight.to(dtype) * LOG2E)
+    span = _span(q, k, ring_log_weight, window, dense_prefix, global_tokens, ring, start)
     fused = q.device.type == "cpu" and len(span.whole_windows) > 0
     if fused:
-        _fused_windows(span, scaled, k, v, out, lse)
+        _fused_windows(span, scaled, keys, values, per_key_head, out, lse)
     for tile in span.tiles(q.shape[0] * q.shape[1], whole_windows=not fused):
-        s = tile.scores(tile.of_queries(scaled), tile.of_keys(k), weight)
+        s = tile.scores(tile.of_queries(scaled), tile.of_keys(keys), weight)
         top = s.amax(-1, keepdim=True)
-        p = s.sub_(top).exp_()
+        p = s.sub_(top).exp2_()
         total = p.sum(-1, keepdim=True)
-        lse[:, :, :, tile.queries] = (total.log() + top).squeeze(-1)
-        attended = (p.flatten(2, 3) @ tile.of_keys(v)).unflatten(2, p.shape[2:4])
-        out[:, :, :, tile.queries] = attended.div_(total)
+        lse[:, :, tile.queries] = per_key_head.undo((total.log2() + top).squeeze(-1)) * LN2
+        attended = torch.bmm(p.flatten(1, 2), tile.of_keys(values)).unflatten(1, p.shape[1:3])
+        out[:, :, tile.queries] = per_key_head.undo(attended.div_(total))
 
 
 def backward(
@@ -203,38 +205,62 @@ def backward(
         for to, grad in zip((d_q, d_k, d_v), grads, strict=True):
             to.copy_(grad)
         return
-    g, dtype = k.shape[1], lse.dtype
+    dtype, per_key_head = lse.dtype, _Heads(q, k)
     scale = 1 / math.sqrt(q.shape[-1])
     delta = (d_out.to(dtype) * out.to(dtype)).sum(-1)
     if d_lse is not None:
         delta -= d_lse
-    # One more column carries -lse into the scores and -delta into the probabilities' gradients.
-    scaled = _grouped(torch.cat([q.to(dtype) * scale, -lse[..., None]], -1), g)
-    d_grouped = _grouped(torch.cat([d_out.to(dtype), -delta[..., None]], -1), g)
-    one = k.new_ones((*k.shape[:3], 1), dtype=dtype)
-    wide_k, wide_v = torch.cat([k.to(dtype), one], -1), torch.cat([v.to(dtype), one], -1)
-    weight = None if ring_log_weight is None else _grouped(ring_log_weight.to(dtype), g)
-    grouped_d_q = _grouped(d_q, g)
-    sum_k, sum_v = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
-    rings = None if ring_log_weight is None else ring
-    span = Span(q.shape[2], k.shape[2], window, dense_prefix, global_tokens, rings, start, q.device)
-    for tile in span.tiles(q.shape[0] * q.shape[1]):
-        q_tile, k_tile, d_tile = tile.of_queries(scaled), tile.of_keys(wide_k), tile.of_queries(d_grouped)
-        p = tile.scores(q_tile, k_tile, weight).exp_()
-        tile.add_to_keys(sum_v, p.flatten(2, 3).mT @ d_tile[..., :-1])
-        d_s = (d_tile @ tile.of_keys(wide_v).mT).unflatten(2, p.shape[2:4]).mul_(p)
+    delta, log2_sum = per_key_head.queries(delta), per_key_head.queries(lse * LOG2E)
+    scaled, upstream = (
+        per_key_head.queries(q.to(dtype) * (scale * LOG2E)),
+        per_key_head.queries(d_out.to(dtype)),
+    )
+    keys, values = k.to(dtype).flatten(0, 1), v.to(dtype).flatten(0, 1)
+    weight = None if ring_log_weight is None else per_key_head.queries(ring_log_weight.to(dtype) * LOG2E)
+    sum_k, sum_v = keys.new_zeros(keys.shape), values.new_zeros(values.shape)
+    for tile in _span(q, k, ring_log_weight, window, dense_prefix, global_tokens, ring, start).tiles(
+        q.shape[0] * q.shape[1]
+    ):
+        q_tile, k_tile, d_tile = tile.of_queries(scaled), tile.of_keys(keys), tile.of_queries(upstream)
+        p = tile.scores(q_tile, k_tile, weight).sub_(log2_sum[:, :, tile.queries, None]).exp2_()
+        heads = p.shape[1:3]
+        tile.add_to_keys(sum_v, p.flatten(1, 2), d_tile)
+        d_s = torch.bmm(d_tile, tile.of_keys(values).mT).sub_(tile.of_queries(delta)[..., None])
+        d_s.mul_(p.flatten(1, 2))
         if weight is not None:
             assert tile.in_ring is not None
-            _grouped(d_weight, g)[:, :, :, tile.queries] = (d_s * tile.in_ring).sum(-1)
-        flat = d_s.flatten(2, 3)
-        grouped_d_q[:, :, :, tile.queries] = (flat @ k_tile[..., :-1]).mul_(scale).unflatten(2, p.shape[2:4])
-        tile.add_to_keys(sum_k, flat.mT @ q_tile[..., :-1])
-    d_k.copy_(sum_k)
-    d_v.copy_(sum_v)
+            d_weight[:, :, tile.queries] = per_key_head.undo((d_s.unflatten(1, heads) * tile.in_ring).sum(-1))
+        d_q[:, :, tile.queries] = per_key_head.undo(torch.bmm(d_s, k_tile).mul_(scale).unflatten(1, heads))
+        tile.add_to_keys(sum_k, d_s, q_tile)
+    d_k.copy_(sum_k.mul_(LN2).view_as(k))
+    d_v.copy_(sum_v.view_as(v))
 
 
-def _grouped(t: Tensor, groups: int) -> Tensor:
-    return t.unflatten(1, (groups, -1))
+class _Heads:
+    """(B,H,Tq,...) <-> (N,R,Tq,...)"""
+
+    def __init__(self, q: Tensor, k: Tensor) -> None:
+        self.batch, self.groups, self.repeat = q.shape[0], k.shape[1], q.shape[1] // k.shape[1]
+
+    def queries(self, t: Tensor) -> Tensor:
+        return t.reshape(self.batch * self.groups, self.repeat, *t.shape[2:])
+
+    def undo(self, t: Tensor) -> Tensor:
+        return t.reshape(self.batch, self.groups * self.repeat, *t.shape[2:])
+
+
+def _span(
+    q: Tensor,
+    k: Tensor,
+    ring_log_weight: Tensor | None,
+    window: int | None,
+    dense_prefix: int,
+    global_tokens: int,
+    ring: int,
+    start: int,
+) -> Span:
+    rings = None if ring_log_weight is None else ring
+    return Span(q.shape[2], k.shape[2], window, dense_prefix, global_tokens, rings, start, q.device)
 
 
 def _rows(t: Tensor) -> Tensor:
@@ -246,26 +272,31 @@ def _is_fused(q: Tensor, k: Tensor, window: int | None) -> bool:
     return window is None and q.device.type == "cpu" and q.shape[2] == k.shape[2]
 
 
-def _fused_windows(span: Span, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+def _fused_windows(
+    span: Span, q: Tensor, k: Tensor, v: Tensor, heads: _Heads, out: Tensor, lse: Tensor
+) -> None:
     """Fills the queries of `whole_windows`: tiles stand as a batch, and their keys are views that overlap."""
     assert span.window is not None
     window, tiles, size = span.window, len(span.whole_windows), span.whole_windows.step
     first = span.whole_windows[0]
-    queries = slice(first, first + tiles * size)
-    b, g, r, _, d = q.shape
+    last = first + tiles * size
+    n, r, _, d = q.shape
 
-    def tiled(t: Tensor) -> Tensor:  # (B,G,R,Tq,...) -> (tiles,B,G,R,size,...)
-        return t[:, :, :, queries].unflatten(3, (tiles, size)).movedim(3, 0)
-
-    def overlapping(kv: Tensor) -> Tensor:  # (B,G,Tk,D) -> (tiles,B*G,window+size,D)
-        reached = _rows(kv).flatten(0, 1)[:, span.offset + first - window :]
+    def overlapping(kv: Tensor) -> Tensor:  # (N,Tk,D) -> (tiles,N,window+size,D)
+        reached = _rows(kv)[:, span.offset + first - window :]
         return reached.unfold(1, window + size, size)[:, :tiles].permute(1, 0, 3, 2)
+
+    def untiled(t: Tensor) -> Tensor:  # (tiles,N,R*size,...) -> (B,H,tiles*size,...)
+        return heads.undo(t.unflatten(2, (r, size)).permute(1, 2, 0, 3, *range(4, t.ndim + 1)).flatten(2, 3))
 
     mask = torch.zeros(size, window + size, dtype=q.dtype)
     for columns, hidden in next(span.window_tiles()).edges:
         mask[:, columns].masked_fill_(hidden, -math.inf)
-    q_tiles = _rows(tiled(q).reshape(tiles, b * g, r * size, d))
-    keys, values = overlapping(k), overlapping(v)
-    fused_out, fused_lse = _fused(q_tiles, keys, values, 0.0, False, attn_mask=mask.repeat(r, 1), scale=1.0)
-    tiled(out).copy_(fused_out.view(tiles, b, g, r, size, d))
-    tiled(lse).copy_(fused_lse.reshape(tiles, b, g, r, size))
+    tiled = (
+        q[:, :, first:last].unflatten(2, (tiles, size)).permute(2, 0, 1, 3, 4).reshape(tiles, n, r * size, d)
+    )
+    fused_out, fused_lse = _fused(
+        _rows(tiled), overlapping(k), overlapping(v), 0.0, False, attn_mask=mask.repeat(r, 1), scale=LN2
+    )
+    out[:, :, first:last] = untiled(fused_out)
+    lse[:, :, first:last] = untiled(fused_lse)
