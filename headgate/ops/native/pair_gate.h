@@ -13,7 +13,7 @@ constexpr int GROUP = ROWS;
 
 // gelu(z) = (z + |z| (1 - N)) / 2, N = 1 - tanh(u), u = sqrt(2/pi) (|z| + 0.044715 |z|^3): even in z but for z / 2.
 // N decays like a Gaussian, so its eighth root is nearly straight: a polynomial of degree 6 and three squarings give
-// gelu to 2e-6 and, by tanh' = N (2 - N), its slope to 8e-6. Beyond LIMIT, N is 2e-7 and goes on as a constant. Both
+// gelu to 2e-6 and, by tanh' = 1 - tanh^2, its slope to 8e-6. Beyond LIMIT, N is 2e-7 and goes on as a constant. Both
 // halves are multiplied by UNIT beforehand: the polynomial's leading coefficient is then 1, and by Knuth's adaptation
 // of coefficients (The Art of Computer Programming, 4.6.4) it costs three products.
 constexpr float UNIT = 0.1851967947f, LIMIT = 5.2f * UNIT;
@@ -21,7 +21,7 @@ constexpr float A0 = -2.641454458f, A1 = 4.455580711f, A2 = 0.9701886773f;
 constexpr float A3 = -4.275158882f, A4 = -4.769023895f, A5 = 1.012654066f;
 constexpr float CUBE = 16.85055283f, LINE = 0.2556774592f;  // |z| du/d|z| = CUBE (x^3 + LINE x), x = UNIT |z|
 
-// For x = UNIT z: value = 2 UNIT gelu(z) and slope = 2 / CUBE gelu'(z).
+// For x = UNIT z: value = 2 UNIT gelu(z) and slope = (2 gelu'(z) - 1) / CUBE; the 1 is added to sums of slopes.
 template <bool SLOPE>
 HEADGATE_INLINE void activation(vec x, vec& value, vec& slope) {
     const ivec sign = broadcast(INT32_MIN);
@@ -32,8 +32,8 @@ HEADGATE_INLINE void activation(vec x, vec& value, vec& slope) {
     const vec tanh = 1.0f - n;
     value = x + size * tanh;
     if (SLOPE) {
-        const vec odd = (1 / CUBE - n * (1 / CUBE)) + (a * a + LINE) * a * (n * (1.0f + tanh));
-        slope = 1 / CUBE + (vec)((ivec)odd ^ ((ivec)x & sign));
+        const vec odd = (1 / CUBE - n * (1 / CUBE)) + (a * a + LINE) * a * (1.0f - tanh * tanh);
+        slope = (vec)((ivec)odd ^ ((ivec)x & sign));
     }
 }
 
@@ -125,12 +125,13 @@ void gate_backward(const GateTile& t) {
     vec values[M][GROUP], slopes[M][GROUP], d_keys[SUMS];
     for (int row = 0; row < t.rows; row += GROUP) {
         std::fill(d_keys, d_keys + SUMS, vec{});
+        vec d_key_logits[GROUP] = {};
         for (int v = 0; v < t.vectors; ++v) {
             if (row < t.seen[v].begin || row >= t.seen[v].end) continue;
             const int lane = v * LANES;
             float *scores = t.scores + row * BLOCK + lane, *d_scores = t.d_scores + row * BLOCK + lane;
             const vec top = load(t.top + lane), share = load(t.share + lane), delta = load(t.delta + lane);
-            vec logits[GROUP], d_b2 = *t.d_b2;
+            vec logits[GROUP], d_logits{};
             gate_logits<M, true>(t, row, lane, logits, values, slopes);
             for (int c = 0; c < GROUP; ++c) {
                 const Gate gate = gate_of<LOG>(logits[c]);
@@ -142,12 +143,13 @@ void gate_backward(const GateTile& t) {
                 if (!LOG) d_logit *= max(broadcast(LOWEST), score) * LN2;
                 store(scores + c * BLOCK, probability);
                 store(d_scores + c * BLOCK, d_score * t.unit);
-                d_b2 += logits[c] = d_logit;
+                d_logits += logits[c] = d_logit;
+                d_key_logits[c] += d_logit;
             }
-            *t.d_b2 = d_b2;
+            *t.d_b2 += d_logits;
             for (int m = 0; m < M; ++m) {
                 float* query = t.d_query_half + m * BLOCK + lane;
-                vec d_query = load(query), d_w2 = t.d_w2[m];
+                vec d_query = load(query) + d_logits * (1 / CUBE), d_w2 = t.d_w2[m];
                 for (int c = 0; c < GROUP; ++c) {
                     const vec d = logits[c] * slopes[m][c];
                     d_query += d;
@@ -158,6 +160,7 @@ void gate_backward(const GateTile& t) {
                 t.d_w2[m] = d_w2;
             }
         }
+        for (int i = 0; i < GROUP * M; ++i) d_keys[i] += d_key_logits[i / M] * (1 / CUBE);
         for (int i = 0; i < SUMS; i += LANES)
             store(t.d_key_half + row * M + i, sums_of(d_keys + i, std::make_integer_sequence<int, LANES>()));
     }
