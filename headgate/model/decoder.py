@@ -21,6 +21,7 @@ from headgate.config import Config, MechanismSpec, ModelConfig, from_dict, to_di
 from headgate.errors import HeadgateError, suggestion
 from headgate.mechanisms.base import MECHANISMS, Heads, check_shared_options, initialise, make_options
 from headgate.model.cache import Cache, LayerCache
+from headgate.ops.norm import rms_norm
 from headgate.recipes import get_recipe
 
 LOSS_CHUNK_ELEMENTS = 1 << 25
@@ -41,6 +42,12 @@ def rotate(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
+class RMSNorm(nn.RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.eps is not None
+        return rms_norm(x, self.weight, self.eps)
+
+
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig, spec: MechanismSpec) -> None:
         super().__init__()
@@ -50,15 +57,14 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(c, g * d, bias=config.qkv_bias)
         self.v_proj = nn.Linear(c, g * d, bias=config.qkv_bias)
         self.o_proj = nn.Linear(h * d, c, bias=False)
-        self.q_norm = nn.RMSNorm(d, eps=config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(d, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        self.q_norm = RMSNorm(d, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(d, eps=config.norm_eps) if config.qk_norm else nn.Identity()
         options = make_options(spec.name, spec.options, config.shared_options)
         self.mechanism = MECHANISMS.get(spec.name)(Heads(c, h, g, d), options)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None) -> Tensor:
-        q = rotate(self.q_norm(self._heads(self.q_proj(x))), cos, sin)
-        k = rotate(self.k_norm(self._heads(self.k_proj(x))), cos, sin)
-        v = self._heads(self.v_proj(x))
+        q, k, v = map(self._heads, self._project(x))
+        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
         if cache is None:
             out = self.mechanism(x, q, k, v)
         else:
@@ -68,6 +74,13 @@ class Attention(nn.Module):
             out = self.mechanism(x, q, k, v, start=cache.start, **held)
             cache.drop_before(self.mechanism.first_key(cache.start + k.shape[2]))
         return cast(Tensor, self.o_proj(out.transpose(1, 2).flatten(2)))
+
+    def _project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values in one product, which is faster than in three."""
+        parts = (self.q_proj, self.k_proj, self.v_proj)
+        weight = torch.cat([part.weight for part in parts])
+        bias = None if self.q_proj.bias is None else torch.cat([part.bias for part in parts])
+        return F.linear(x, weight, bias).split([part.out_features for part in parts], dim=-1)
 
     def _heads(self, t: Tensor) -> Tensor:
         return t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -87,9 +100,9 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     def __init__(self, config: ModelConfig, spec: MechanismSpec) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        self.attention_norm = RMSNorm(config.d_model, eps=config.norm_eps)
         self.attention = Attention(config, spec)
-        self.mlp_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        self.mlp_norm = RMSNorm(config.d_model, eps=config.norm_eps)
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None) -> Tensor:
@@ -109,7 +122,7 @@ class Decoder(nn.Module):
         """Compute each layer again in the backward pass instead of keeping what it needs."""
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.layers = nn.ModuleList(Layer(config, config.layer_mechanism(n)) for n in range(config.n_layers))
-        self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        self.norm = RMSNorm(config.d_model, eps=config.norm_eps)
         if not config.tied_embeddings:
             self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         initialise(self, seed)

@@ -31,7 +31,7 @@ def start(
     if data is None:
         if not (Path(out) / "data.json").is_file():
             raise HeadgateError(
-                "a new run needs tokens to train on: --data FOLDER, as `headgate prepare` wrote it"
+                "a new run needs tokens to train on; give --data FOLDER, one that `headgate prepare` wrote"
             )
         data = read_data(out).folder
     return train(asked, data, out, options).signal

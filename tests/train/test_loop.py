@@ -2,7 +2,10 @@
 
 import json
 import os
+import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +19,7 @@ from torch import Tensor
 import headgate
 from headgate.config import Config, MechanismSpec, RunOptions
 from headgate.data.loader import Loader
+from headgate.data.prepare import Request, prepare
 from headgate.data.shards import open_split
 from headgate.errors import HeadgateError
 from headgate.mechanisms.base import MECHANISMS
@@ -237,10 +241,6 @@ def test_another_configuration_is_refused_with_the_difference(
 
 
 def test_other_data_is_refused(data: Path, micro: Config, tmp_path: Path) -> None:
-    import shutil
-
-    from headgate.data.prepare import Request, prepare
-
     train(changed(micro, steps=2), data, tmp_path / "run")
     shutil.copytree(data, tmp_path / "moved")
     train(changed(micro, steps=2), tmp_path / "moved", tmp_path / "run")  # the same tokens elsewhere
@@ -281,9 +281,6 @@ def test_a_folder_of_something_else_is_refused(data: Path, micro: Config, tmp_pa
 
 
 def test_only_one_process_trains_a_folder(data: Path, micro: Config, tmp_path: Path) -> None:
-    import subprocess
-    import sys
-
     script = (
         "import sys\nfrom headgate.train.folder import RunFolder\n"
         "with RunFolder(sys.argv[1]).locked():\n    print('locked', flush=True)\n    sys.stdin.read()\n"
@@ -314,3 +311,27 @@ def test_bf16_is_honoured_on_the_cpu(data: Path, micro: Config, tmp_path: Path) 
     assert exact != rounded
     assert exact == pytest.approx(rounded, abs=0.05)
     assert headgate.load(tmp_path / "bf16").embedding.weight.dtype == torch.float32
+
+
+def test_a_sequence_of_32768_tokens_trains_in_6_gb(tmp_path: Path) -> None:
+    """As in the papers: `tiny` with dynamic-sparse, in a process of its own, whose peak is the measure."""
+    prepare(
+        Request("stdlib", tokenizer="byte", splits=(50, 50, 0), max_tokens=400_000),
+        tmp_path / "data",
+        workers=1,
+    )
+    words = ["train.context=32768", "train.batch_size=1", "train.steps=1", "--recompute"]
+    words += [
+        "--data",
+        str(tmp_path / "data"),
+        "--out",
+        str(tmp_path / "run"),
+        "--mechanism",
+        "dynamic-sparse",
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-m", "headgate", "train", "tiny", *words], check=True, env=environment)
+    (line,) = read_metrics(tmp_path / "run")
+    assert line["tokens"] == 32_768
+    assert line["memory_peak"] < 6e9
+    assert line["validation"]["by_position"][-1]["first"] == 16_384
