@@ -334,7 +334,7 @@ def test_a_worker_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     write_mixed(tmp_path / "in")
     encode = workers.encode
     monkeypatch.setattr(workers, "encode", lambda *given: os._exit(1))
-    with pytest.raises(HeadgateError, match="a worker process was killed.*fewer --workers"):
+    with pytest.raises(HeadgateError, match=r"a worker process was killed.*fewer --workers"):
         prepare(Request(str(tmp_path / "in"), "byte"), tmp_path / "out", workers=2)
     monkeypatch.setattr(workers, "encode", encode)
     assert prepare(Request(str(tmp_path / "in"), "byte"), tmp_path / "out", workers=2).splits[0].tokens
