@@ -154,8 +154,9 @@ def overhead(data: Path, home: Path) -> None:
         evaluating, saving = (times * told[name] / (whole.steps * step) for name in ("evaluating", "saving"))
         telling = time_of_telling(home / recipe) / step
         print(
-            f"{recipe}, {whole.steps} steps of {step:.2f} s: evaluating {evaluating:.2%}, saving {saving:.2%}, "
-            f"logging and progress {telling:.2%}, together {evaluating + saving + telling:.2%} of the step time"
+            f"{recipe}, {whole.steps} steps of {step:.2f} s: evaluating takes {evaluating:.2%} of the step "
+            f"time, saving {saving:.2%}, logging and progress {telling:.2%}, together "
+            f"{evaluating + saving + telling:.2%}"
         )
 
 

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 IGNORED = -100
 """The target of a token that does not count: what PyTorch's losses leave out."""
-ROUNDS = 6
 ORDER_BLOCK = 4096
 OPEN_SHARDS = 128
 
@@ -45,6 +44,7 @@ class Windows:
             )
         self.split = split
         self.length = length
+        self._has_loss = any(shard.has_loss for shard in split.shards)
         self._starts = list(itertools.accumulate((shard.tokens for shard in split.shards), initial=0))
         # Memory maps hold a file open each, and a folder from a cluster may have thousands of shards.
         self._tokens = lru_cache(OPEN_SHARDS)(lambda shard: split.shards[shard].load_tokens())
@@ -65,10 +65,8 @@ class Windows:
             for shard, first, last, place in self._pieces(start, self.length + 1):
                 stream[row, place : place + last - first] = self._tokens(shard)[first:last]
             targets[row] = stream[row, 1:]
-            for shard, first, last, place in self._pieces(start + 1, self.length):
-                if self.split.shards[shard].has_loss:
-                    skipped = self._loss(shard)[first:last] == 0
-                    targets[row, place : place + last - first][skipped] = IGNORED
+            if self._has_loss:
+                self._ignore(targets[row], start + 1)
             targets[row, : int(window) * self.length - start] = IGNORED
         return torch.from_numpy(np.ascontiguousarray(stream[:, :-1])), torch.from_numpy(targets)
 
@@ -86,6 +84,12 @@ class Windows:
                 ids[row, place : place + last - first] = known + inside
                 known += int(inside[-1]) + 1
         return torch.from_numpy(ids)
+
+    def _ignore(self, targets: np.ndarray, start: int) -> None:
+        """Take out the targets, which stand in the stream from `start` on, that a loss mask leaves out."""
+        for shard, first, last, place in self._pieces(start, self.length):
+            if self.split.shards[shard].has_loss:
+                targets[place : place + last - first][self._loss(shard)[first:last] == 0] = IGNORED
 
     def _start(self, window: int) -> int:
         return min(window * self.length, self.split.tokens - 1 - self.length)
@@ -126,6 +130,9 @@ class Loader:
                 f"batch_size={batch_size}, rank={rank}, ranks={ranks} do not fit; "
                 "expected a batch of at least 1, and a rank from 0 to ranks - 1"
             )
+        bare = next((shard for shard in split.shards if document_ids and not shard.has_index), None)
+        if bare is not None:
+            raise HeadgateError(f"{bare.path} has no index, so documents cannot be told apart in it")
         self.windows = Windows(split, length)
         self.batch_size, self.seed, self.rank, self.ranks = batch_size, seed, rank, ranks
         self._document_ids = document_ids
@@ -161,19 +168,19 @@ class Loader:
 
     def order(self, first: int, last: int) -> np.ndarray:
         """The windows of samples `first` to `last`."""
-        blocks = range(first // ORDER_BLOCK, -(-last // ORDER_BLOCK))
-        base = blocks.start * ORDER_BLOCK
-        return np.concatenate([self._order(block) for block in blocks])[first - base : last - base]
+        pieces = []
+        while first < last:
+            epoch, place = divmod(first, len(self.windows))
+            block, skip = divmod(place, ORDER_BLOCK)
+            pieces.append(self._order(epoch, block)[skip : skip + last - first])
+            first += len(pieces[-1])
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
-    def _order_block(self, block: int) -> np.ndarray:
-        epochs, places = np.divmod(
-            np.arange(block * ORDER_BLOCK, (block + 1) * ORDER_BLOCK), len(self.windows)
-        )
-        pieces = [
-            permute(places[epochs == epoch], len(self.windows), self.seed, int(epoch))
-            for epoch in np.unique(epochs)
-        ]
-        return np.concatenate(pieces)
+    def _order_block(self, epoch: int, block: int) -> np.ndarray:
+        """A stretch of an epoch's order; many at once cost far less than one by one."""
+        count = len(self.windows)
+        places = np.arange(block * ORDER_BLOCK, min((block + 1) * ORDER_BLOCK, count))
+        return permute(places, count, self.seed, epoch)
 
     def _resume(self, state: Mapping[str, int]) -> None:
         mine = self.state()
@@ -191,13 +198,12 @@ class Loader:
 def permute(places: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:
     """Where a shuffle of `range(count)` sends each of `places`, without holding the shuffle.
 
-    A Feistel network permutes the numbers of an even count of bits; a result at or beyond `count` is permuted
-    again until it falls below, which makes it a permutation of `range(count)` itself.
+    A Feistel network permutes the numbers of an even count of bits, at least six, as fewer mix badly; a
+    result at or beyond `count` is permuted again until it falls below, which keeps it a permutation.
     """
-    half = np.uint64(max((count - 1).bit_length() + 1, 2) // 2)
+    half = np.uint64(max(((count - 1).bit_length() + 1) // 2, 3))
     mask = np.uint64((1 << int(half)) - 1)
-    digest = hashlib.sha512(f"{seed}/{epoch}".encode()).digest()
-    keys = np.frombuffer(digest, dtype="<u8")[:ROUNDS].astype(np.uint64)
+    keys = np.frombuffer(hashlib.sha512(f"{seed}/{epoch}".encode()).digest(), dtype="<u8").astype(np.uint64)
     result = places.astype(np.uint64)
     todo = np.arange(len(result))
     while len(todo):

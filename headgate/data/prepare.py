@@ -6,6 +6,7 @@ Every second or so the files are flushed and `progress.json` notes how far they 
 back to that note and goes on. `manifest.json` comes last: a folder that has one is whole.
 """
 
+import itertools
 import json
 import os
 import shutil
@@ -52,6 +53,8 @@ class Request:
 
     def __post_init__(self) -> None:
         config.require_at_least(self, 1, "max_tokens")
+        if self.splits[0] < 1 or min(self.splits) < 0:
+            raise HeadgateError(f"splits={self.splits} leave nothing to train on; try (80, 10, 10)")
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,8 @@ class Progress:
     """Where to go back to if the file being read has changed meanwhile, as when a bad row was mended."""
     fingerprint: str = ""
     """Of the file being read."""
+    end_of_text: str = ""
+    """The tokenizer's closing token, once the folder has a tokenizer."""
     finished: bool = False
 
 
@@ -94,13 +99,15 @@ def prepare(request: Request, out: str | os.PathLike[str], *, workers: int | Non
     existed = folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise HeadgateError(f"folder {str(folder)!r} cannot be made: {error.strerror}") from error
+    try:
         with _locked(folder):
-            manifest = _prepare(request, source, folder, workers or _cores())
-        return manifest
+            return _prepare(request, source, folder, workers or _cores())
     except OSError as error:
         raise HeadgateError(
-            f"{str(error.filename or folder)!r} cannot be written: {error.strerror}; what was done before is "
-            "kept, and the same command continues from there"
+            f"{str(error.filename or folder)!r} cannot be written: {error.strerror}; what was done "
+            "before is kept, and the same command continues from there"
         ) from error
     except BrokenProcessPool as error:
         raise HeadgateError(
@@ -122,7 +129,9 @@ def _prepare(request: Request, source: Source, folder: Path, workers: int) -> Ma
     config.save(progress, folder / "progress.json")
     try:
         with Display() as display:
-            tokenizer = _tokenizer(folder, request, source, display)
+            tokenizer = _tokenizer(folder, request, source, progress.end_of_text, display)
+            progress = replace(progress, end_of_text=tokenizer.end_of_text)
+            config.save(progress, folder / "progress.json")
             listing = (json.dumps({"name": file.name, "size": file.size}) for file in source.files)
             config.write_text(folder / "sources.jsonl", "".join(f"{line}\n" for line in listing))
             if not progress.finished:
@@ -205,11 +214,13 @@ def _refuse_another(
         )
 
 
-def _tokenizer(folder: Path, request: Request, source: Source, display: Display) -> Tokenizer:
-    """The tokenizer of the folder, made and kept there first if need be."""
+def _tokenizer(
+    folder: Path, request: Request, source: Source, end_of_text: str, display: Display
+) -> Tokenizer:
+    """The tokenizer of the folder; made, and kept there, unless it was before, as its closing token tells."""
     path = folder / "tokenizer.json"
-    if path.exists():
-        return Tokenizer(path.read_text(encoding="utf-8"), end_of_text=request.end_of_text)
+    if end_of_text:
+        return Tokenizer(path.read_text(encoding="utf-8"), end_of_text=end_of_text)
     if request.tokenizer.startswith("bpe:"):
         display.say(f"training {request.tokenizer} on the training split")
     limit = min(TRAINING_BYTES, 4 * (request.max_tokens or TRAINING_BYTES))
@@ -223,14 +234,17 @@ def _tokenizer(folder: Path, request: Request, source: Source, display: Display)
 
 
 def _training_texts(source: Source, shares: Shares, limit: int) -> Iterator[str]:
+    left = limit
     for file in source.files:
         for document in source.documents(file):
             data = document.text.encode()
             if split_of(np.array([document_key(data)], dtype=np.uint64), shares)[0] == 0:
                 yield document.text
-                limit -= len(data)
-                if limit <= 0:
+                left -= len(data)
+                if left <= 0:
                     return
+    if left == limit:
+        raise HeadgateError(f"source {source.given!r} is empty: it has no text for the training split")
 
 
 def _write_shards(
@@ -243,7 +257,7 @@ def _write_shards(
     display: Display,
 ) -> Progress:
     sizes = [file.size for file in source.files]
-    done_bytes = np.cumsum([0, *sizes])
+    starts = list(itertools.accumulate(sizes, initial=0))
     with ExitStack() as stack:
         writers = [
             stack.enter_context(closing(ShardWriter(folder, split, tokenizer.dtype)))
@@ -262,7 +276,7 @@ def _write_shards(
                 progress = replace(progress, fingerprint=source.fingerprint(source.files[progress.now.file]))
             config.save(progress, folder / "progress.json")
 
-        display.say(f"tokenising {len(sizes):,} files, {sum(sizes) / 1e6:,.1f} MB, with {workers} workers")
+        display.say(f"tokenising {len(sizes):,} files, {starts[-1] / 1e6:,.1f} MB; workers: {workers}")
         chunks = read_chunks(source, progress.now.file, progress.now.row)
         results = stack.enter_context(closing(encode_in_order(chunks, tokenizer, workers)))
         committed = time.monotonic()
@@ -277,7 +291,7 @@ def _write_shards(
                 )
                 progress = replace(progress, now=now, file_start=progress.file_start if chunk.row else now)
                 in_file = chunk.share * sizes[chunk.file] if chunk.row else 0
-                shares = [(done_bytes[chunk.file] + in_file) / max(sum(sizes), 1)]
+                shares = [(starts[chunk.file] + in_file) / max(starts[-1], 1)]
                 if request.max_tokens:
                     shares.append(now.tokens / request.max_tokens)
                 display.update(

@@ -107,16 +107,15 @@ class Shard:
     has_loss: bool
 
     def load_tokens(self) -> np.ndarray:
-        return np.memmap(self.path, dtype=self.dtype, mode="r", shape=(self.tokens,))
+        return _map(self.path, self.dtype)
 
     def load_ends(self) -> np.ndarray:
         """Where each document ends, in tokens."""
-        if not self.has_index:
-            raise HeadgateError(f"{beside(self.path, '.index')} is missing; documents cannot be told apart")
-        return np.memmap(beside(self.path, ".index"), dtype="<u8", mode="r")
+        return _map(beside(self.path, ".index"), "<u8")
 
     def load_loss(self) -> np.ndarray:
-        return np.memmap(beside(self.path, ".loss"), dtype=np.uint8, mode="r", shape=(self.tokens,))
+        """Nonzero where the token counts in the loss."""
+        return _map(beside(self.path, ".loss"), "u1")
 
 
 @dataclass(frozen=True)
@@ -360,6 +359,10 @@ def beside(path: Path, suffix: str) -> Path:
 def sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _map(path: Path, dtype: str) -> np.ndarray:
+    return np.asarray(np.memmap(path, dtype=dtype, mode="r"))  # a plain array: slices of it are far cheaper
 
 
 def _temporary(folder: Path, state: SplitState, number: int, suffix: str) -> Path:

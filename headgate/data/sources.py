@@ -10,6 +10,7 @@ import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from glob import has_magic
 from pathlib import PurePosixPath
 from typing import IO, Any, NamedTuple
 
@@ -164,7 +165,6 @@ class Source:
 def _list(given: str) -> tuple[Any, tuple[SourceFile, ...]]:
     """The file system that holds a source, and its files."""
     import fsspec
-    from fsspec.core import has_magic
 
     if given == "stdlib":
         filesystem = fsspec.filesystem("file")
@@ -241,10 +241,10 @@ def _located(lines: IO[bytes], name: str) -> Iterator[bytes]:
 
 def reach(url: str, role: str) -> tuple[Any, str]:
     """The file system of a path or address, and the path in it."""
-    import fsspec
+    from fsspec.core import url_to_fs
 
     try:
-        filesystem, path = fsspec.url_to_fs(url)
+        filesystem, path = url_to_fs(url)
     except ImportError as error:
         raise HeadgateError(
             f"{role} {url!r} needs a package that is not installed; for hf:// run: pip install 'headgate[hf]'"

@@ -16,10 +16,8 @@ Shares = tuple[int, int, int]
 
 def parse_shares(text: str) -> Shares:
     parts = text.split("/")
-    if len(parts) != 3 or not all(part.strip().isdecimal() for part in parts) or int(parts[0]) < 1:
-        raise HeadgateError(
-            f"splits {text!r} are not three whole shares, of which that of train is not 0, as in 80/10/10"
-        )
+    if len(parts) != 3 or not all(part.strip().isdecimal() for part in parts):
+        raise HeadgateError(f"splits {text!r} are not whole shares of train, val and test, as in 80/10/10")
     train, val, test = map(int, parts)
     return train, val, test
 

@@ -37,17 +37,18 @@ class Tokenizer:
         self._inner.encode_special_tokens = True
         self._inner.no_truncation()
         self._inner.no_padding()
-        vocabulary = self._inner.get_vocab()
         self.definition = definition
-        self.vocab_size = max(len(vocabulary), *(index + 1 for index in vocabulary.values()))
-        self.end_of_text = end_of_text or next((known for known in KNOWN_ENDS if known in vocabulary), "")
-        if self.end_of_text not in vocabulary:
+        self.vocab_size = int(self._inner.get_vocab_size())
+        if any(self._inner.id_to_token(index) is None for index in range(self.vocab_size)):
+            self.vocab_size = 1 + max(self._inner.get_vocab().values())  # its numbers have gaps
+        find = self._inner.token_to_id
+        self.end_of_text = end_of_text or next((end for end in KNOWN_ENDS if find(end) is not None), "")
+        found = find(self.end_of_text)
+        if found is None:
             given = f"has no token {end_of_text!r}" if end_of_text else f"has none of {', '.join(KNOWN_ENDS)}"
             raise HeadgateError(f"the tokenizer {given}; name the token that ends a text with --end-of-text")
-        self.end_of_text_id: int = vocabulary[self.end_of_text]
-        self._is_bytes = self.vocab_size == 257 and all(
-            vocabulary.get(token) == byte for byte, token in enumerate(BYTE_TOKENS)
-        )
+        self.end_of_text_id = int(found)
+        self._is_bytes = self.vocab_size == 257 and [*map(find, BYTE_TOKENS)] == [*range(256)]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial(Tokenizer, end_of_text=self.end_of_text), (self.definition,)
@@ -69,7 +70,7 @@ class Tokenizer:
 
 
 def make_tokenizer(
-    name: str, *, end_of_text: str | None = None, training_texts: Callable[[], Iterable[str]]
+    name: str, *, end_of_text: str | None = None, training_texts: Callable[[], Iterable[str]] = tuple
 ) -> Tokenizer:
     """The tokenizer called `name`; `training_texts` is asked only by `bpe:N`."""
     if name == "byte":
