@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,8 +31,9 @@ from headgate.model.decoder import Decoder
 from headgate.recipes import get_recipe
 from headgate.train.checkpoint import State
 from headgate.train.distributed import World
-from headgate.train.folder import RunFolder
+from headgate.train.folder import RunFolder, read_metrics
 from headgate.train.loop import Stop, Trainer, keep_memory, train
+from headgate.train.progress import Display
 
 SIZES = {
     "d 128, 4 layers, T 512, batch 8": ("tiny", ["train.context=512", "train.batch_size=8"]),
@@ -139,31 +141,35 @@ def ratios(others: list[float], mine: list[float], skipped: int) -> str:
 
 
 def overhead(data: Path, home: Path) -> None:
-    """From the run's own clocks, and against the sum of its steps: nothing falls between them."""
-    for recipe, steps in (("tiny", 300), ("small", 60)):
+    """The cost of one evaluation, one checkpoint and one line, times how often a default run has them."""
+    for recipe in ("tiny", "small"):
         asked = config.override(get_recipe(recipe), ["model.mechanism=full"])
-        every = asked.train.evaluate_every
-        if steps < asked.train.steps:  # a stretch of a long run, with as large a share of evaluations
-            scale = steps / every
-            asked = replace(
-                asked,
-                train=replace(
-                    asked.train,
-                    steps=steps,
-                    evaluate_every=steps,
-                    evaluate_tokens=max(1, int(asked.train.evaluate_tokens * scale)),
-                ),
-            )
-        begun = time.perf_counter()
-        train(asked, data, home / recipe)
-        whole = time.perf_counter() - begun
+        whole, stretch = asked.train, 12
+        short = replace(whole, steps=stretch, evaluate_every=stretch)
+        train(replace(asked, train=short), data, home / recipe)
         told = json.loads((home / recipe / "summary.json").read_text())["seconds"]
-        lost = told["evaluating"] + told["saving"]
+        tokens = whole.batch_size * whole.accumulation * whole.context
+        step = statistics.median(tokens / line["tokens_per_second"] for line in read_metrics(home / recipe))
+        times = -(-whole.steps // whole.evaluate_every)  # each evaluation may be the best, and be saved
+        evaluating, saving = (times * told[name] / (whole.steps * step) for name in ("evaluating", "saving"))
+        telling = time_of_telling(home / recipe) / step
         print(
-            f"{recipe}, {steps} steps: training {told['training']:.1f} s; of it evaluating takes "
-            f"{told['evaluating'] / told['training']:.2%}, saving {told['saving'] / told['training']:.2%}, "
-            f"together {lost / told['training']:.2%}; start and end {whole - lost - told['training']:.1f} s"
+            f"{recipe}, {whole.steps} steps of {step:.2f} s: evaluating takes {evaluating:.2%} of the step "
+            f"time, saving {saving:.2%}, logging and progress {telling:.2%}, together "
+            f"{evaluating + saving + telling:.2%}"
         )
+
+
+def time_of_telling(run: Path, times: int = 2000) -> float:
+    """Seconds to write one line of metrics and show one step."""
+    folder, line = RunFolder(run), read_metrics(run)[0]
+    folder.open_metrics(0)
+    with closing(folder), closing(Display(times, 0, shown=True)) as display:
+        begun = time.perf_counter()
+        for step in range(times):
+            folder.log(line)
+            display.update(step, step, 1.0)
+        return (time.perf_counter() - begun) / times
 
 
 def main() -> None:

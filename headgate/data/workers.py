@@ -1,5 +1,6 @@
 """Documents in chunks, tokenised by several processes, handed back in the order in which they were read."""
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -77,6 +78,7 @@ def encode_in_order(
                 yield chunk, encode(tokenizer, chunk.texts)
             return
         # Forked workers share the loaded tokenizer; elsewhere than on Linux, forking is not safe.
+        _give_memory_back()
         context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
         pool = ProcessPoolExecutor(workers, context, initializer=_start, initargs=(tokenizer,))
         pending: deque[tuple[Chunk, Future[Encoded]]] = deque()
@@ -132,7 +134,17 @@ def _leave_with_parent() -> None:
 
 
 def _encode(texts: list[str]) -> Encoded:
-    return encode(_worker_tokenizer, texts)
+    encoded = encode(_worker_tokenizer, texts)
+    if sum(map(len, texts)) >= 2 * CHUNK_CHARACTERS:
+        _give_memory_back()
+    return encoded
+
+
+def _give_memory_back() -> None:
+    """Return what was freed to the system; glibc would keep what a long document or a tokenizer's file took."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 @contextmanager

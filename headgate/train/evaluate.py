@@ -3,6 +3,7 @@
 import itertools
 import math
 import os
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -90,7 +91,7 @@ def evaluate(
             x, targets = x.to(world.device), targets.to(world.device)
             with autocast(world.device, precision):
                 if first == 0:
-                    with probe(decoder) as seen:
+                    with probe(decoder) as seen, _uncompiled(decoder):
                         loss = decoder(x, targets, reduction="none")
                     inside = torch.from_numpy(mine < count).to(world.device)
                     gates = {name: _moments(values[0][inside]) for name, values in sorted(seen.items())}
@@ -168,6 +169,14 @@ def evaluate_run(
         "split": split,
         **result.to_dict(),
     }
+
+
+def _uncompiled(decoder: Decoder) -> AbstractContextManager[None]:
+    """A probe is Python of its own in each layer; compiled, every layer would be compiled again for it."""
+    if decoder.layers[0]._compiled_call_impl is None:  # asking the compiler would import it
+        return nullcontext()
+    eager: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+    return eager
 
 
 def _moments(gate: Tensor) -> Tensor:
