@@ -11,9 +11,9 @@
 
 namespace headgate {
 
-constexpr int BLOCK = 48;  // queries at a time: a multiple of ROWS and of every LANES
-constexpr int FEW = 4;     // up to so many queries go another way
+constexpr int BLOCK = 48;   // queries at a time: a multiple of ROWS and of every LANES
 constexpr int CHUNK = 192;  // keys at a time, likewise
+constexpr int FEW = 4;      // up to so many queries go the way of span_few.cpp
 
 // A (B,H,T,D) tensor whose last dimension is contiguous; strides count floats.
 struct View {
