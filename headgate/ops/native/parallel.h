@@ -44,8 +44,8 @@ inline float* allocate(size_t count) {
     return memory;
 }
 
-// A thread's working memory: grows, and stays for the next call, since fresh pages would cost more than the
-// kernels' own traffic. What it holds is whatever was left in it.
+// A thread's working memory: grows, and stays for the next call, so that a call does not begin with fresh
+// pages. What it holds is whatever was left in it.
 class Scratch {
 public:
     ~Scratch() { std::free(memory_); }

@@ -82,7 +82,7 @@ HEADGATE_INLINE vec exp2(vec x) {
     return p * (vec)((n + 127) << 23);
 }
 
-// log2 of a positive normal number, absolute error about 1e-7.
+// log2 of a positive normal number, error 1e-7 of the larger of 1 and the result.
 HEADGATE_INLINE vec log2(vec x) {
     const ivec bits = (ivec)x;
     const ivec half = broadcast(int32_t(0x3f3504f3));  // sqrt(1/2): the mantissa lies from there to sqrt(2)
