@@ -141,7 +141,7 @@ def _encode(texts: list[str]) -> Encoded:
 
 
 def _give_memory_back() -> None:
-    """Return what was freed to the system; glibc would keep what a long document or a tokenizer's file took."""
+    """Return what was freed to the system; glibc would keep what a long document took."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)

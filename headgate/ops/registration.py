@@ -1,7 +1,7 @@
 """Makes an op and its backward known to PyTorch: torch.compile, opcheck and autograd then see one op each.
 
-`torch.library.custom_op` would do the same with more checks at every call; on small shapes they cost as much
-as the attention itself.
+`torch.library.custom_op` would do the same with more checks: about 0.07 ms more for a forward and backward,
+which only calls as short as a decoding step can feel.
 """
 
 from collections.abc import Callable
