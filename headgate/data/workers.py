@@ -113,6 +113,8 @@ def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> Encoded:
         start += len(piece) + 1
     sizes = np.array([len(text) for text in data], dtype=np.int64)
     keys = np.array([document_key(text) for text in data], dtype=np.uint64)
+    if sizes.sum() >= 2 * CHUNK_CHARACTERS:
+        _give_memory_back()
     return Encoded(tokens, lengths, sizes, keys)
 
 
@@ -134,14 +136,11 @@ def _leave_with_parent() -> None:
 
 
 def _encode(texts: list[str]) -> Encoded:
-    encoded = encode(_worker_tokenizer, texts)
-    if sum(map(len, texts)) >= 2 * CHUNK_CHARACTERS:
-        _give_memory_back()
-    return encoded
+    return encode(_worker_tokenizer, texts)
 
 
 def _give_memory_back() -> None:
-    """Return what was freed to the system; glibc would keep what a long document took."""
+    """Return freed memory to the system; glibc would keep what a long document or a tokenizer.json took."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
