@@ -4,6 +4,7 @@ A job is started with torchrun, which tells each process its place. Every rank t
 batch, so neither the batch nor the order of the data depends on how many there are.
 """
 
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,6 +23,7 @@ from headgate.model.decoder import Decoder
 
 T = TypeVar("T")
 TIMEOUT = timedelta(minutes=10)
+_joined = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -105,8 +107,10 @@ def join(device: str | None) -> Iterator[World]:
         torch.cuda.set_device(chosen)
     backend = "nccl" if chosen.type == "cuda" else "gloo"
     store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
-    # torchrun keeps one store over its restarts, where the addresses of the dead would still be found.
-    store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    # torchrun keeps one store over its restarts, where the addresses of the dead would still be found; and
+    # a process may join more than once, for one run after another.
+    attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{next(_joined)}"
+    store = PrefixStore(f"headgate {attempt}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     try:
         yield World(rank, size, chosen)

@@ -19,9 +19,13 @@ from small_runs import changed, told
 import headgate
 from headgate import config
 from headgate.config import Config, RunOptions
+from headgate.errors import HeadgateError
 from headgate.train import checkpoint
+from headgate.train.distributed import World
 from headgate.train.folder import RunFolder, read_metrics
 from headgate.train.loop import train
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -31,14 +35,20 @@ def twenty(micro: Config) -> Config:
     return replace(micro, model=replace(micro.model, d_mlp=25))
 
 
-def torchrun(processes: int, *arguments: str | Path, restarts: int = 0) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]  # a free port
-    command += ["--max-restarts", str(restarts), "-m", "headgate", "train", *map(str, arguments)]
+def torchrun(processes: int, *command: str | Path, restarts: int = 0) -> "subprocess.Popen[str]":
+    """The command of headgate, or the script, in so many processes."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+    launch += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]  # a free port
+    launch += ["--max-restarts", str(restarts)]
+    launch += [] if str(command[0]).endswith(".py") else ["-m", "headgate", "train"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        [*launch, *map(str, command)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
 
 
 def finish(started: "subprocess.Popen[str]") -> str:
@@ -66,18 +76,15 @@ def assert_same_losses(one: Path, other: Path) -> None:
 def test_the_number_of_processes_changes_nothing(twenty: Config, data: Path, tmp_path: Path) -> None:
     """1, 2 and 4 processes, DDP and FSDP2; then 1 goes on from a checkpoint of 4, and 4 from one of 1."""
     config.save(twenty, tmp_path / "config.json")
-    common = [tmp_path / "config.json", "--data", data, "--save-every", "7", "--keep", "9", "--out"]
     train(twenty, data, tmp_path / "one", RunOptions(save_every=7, keep=9))
     rewind(tmp_path / "one", 7, tmp_path / "one-then-four")
     before = losses(tmp_path / "one-then-four")
-    two = torchrun(2, *common, tmp_path / "two")
-    finish(torchrun(2, *common, tmp_path / "two-sharded", "--shard"))
+    common = [Path(__file__).with_name("several_runs.py"), tmp_path / "config.json", data]
+    two = torchrun(2, *common, tmp_path / "two", f"{tmp_path}/two-sharded:shard")
+    shards = [f"{tmp_path}/four-sharded:shard", f"{tmp_path}/one-then-four:shard"]
+    words = finish(torchrun(4, *common, tmp_path / "four", *shards))
     finish(two)
-    four = torchrun(4, *common, tmp_path / "four")
-    finish(torchrun(4, *common, tmp_path / "four-sharded", "--shard"))
-    finish(four)
-    words = finish(torchrun(4, *common, tmp_path / "one-then-four", "--shard"))
-    assert "going on from step 7" in words
+    assert words.count("going on from step 7") == 1
     assert "it was saved with 1 threads in each of 1 processes" in words
     assert losses(tmp_path / "one-then-four")[: len(before)] == before
     for name in ("four", "four-sharded"):
@@ -151,17 +158,18 @@ def test_a_signal_stops_every_process_at_one_step(micro: Config, data: Path, tmp
     assert checkpoint.saved_steps(RunFolder(run)) == [step]
 
 
-def test_what_does_not_fit_is_said_once_and_for_all(micro: Config, data: Path, tmp_path: Path) -> None:
-    config.save(changed(micro, batch_size=3), tmp_path / "config.json")
-    run = tmp_path / "run"
-    job = torchrun(2, tmp_path / "config.json", "--data", data, "--out", run)
+def test_a_refusal_of_the_first_process_reaches_all(micro: Config, data: Path, tmp_path: Path) -> None:
+    train(changed(micro, steps=1), data, tmp_path / "run")
+    config.save(changed(micro, steps=2), tmp_path / "config.json")
+    job = torchrun(2, tmp_path / "config.json", "--data", data, "--out", tmp_path / "run")
     _, words = job.communicate(timeout=60)
     assert job.returncode != 0
-    assert "headgate: batch_size=3 cannot be shared out evenly over 2 processes" in words
-    assert not run.exists()
-    train(changed(micro, steps=1), data, run)
-    config.save(changed(micro, steps=2), tmp_path / "config.json")
-    job = torchrun(2, tmp_path / "config.json", "--data", data, "--out", run)
-    _, words = job.communicate(timeout=60)
-    assert "train.steps=1 and not 2" in words
-    assert "headgate (rank 1): " in words  # rank 0's refusal reaches the others: nobody waits in vain
+    assert "headgate: " in words
+    assert "headgate (rank 1): " in words  # nobody waits in vain
+    assert words.count("train.steps=1 and not 2") == 2
+
+
+def test_a_batch_that_cannot_be_shared_out_is_refused() -> None:
+    assert World(0, 4, torch.device("cpu")).share(8) == 2
+    with pytest.raises(HeadgateError, match="batch_size=3 cannot be shared out evenly over 2 processes"):
+        World(0, 2, torch.device("cpu")).share(3)
