@@ -9,8 +9,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 def keep_memory() -> bool:
     """Let glibc keep freed memory instead of returning it; False where that cannot be set.
 
-    A large tensor otherwise means fresh pages from the kernel at every step, and the page faults take longer
-    than a window's attention. To be called once, when a process starts to train or to measure.
+    A large tensor otherwise means fresh pages from the kernel at every step, each a page fault. To be called
+    once, when a process starts to train or to measure.
     """
     if not sys.platform.startswith("linux"):
         return False
