@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from headgate.config import RunOptions
 from headgate.errors import HeadgateError, suggestion
@@ -220,10 +221,11 @@ def run(arguments: Sequence[str]) -> None:
         raise HeadgateError(f"unknown command {name!r}; {suggestion(name, COMMANDS)}")
     import tyro
 
+    settings: tuple[Any, ...] = (tyro.conf.OmitArgPrefixes,)
     if "override" in inspect.signature(COMMANDS[name]).parameters:
         rest = [part for word in rest for part in (("--override", word) if SETTING.match(word) else (word,))]
-    shape = (tyro.conf.OmitArgPrefixes, tyro.conf.UseAppendAction)
-    tyro.cli(COMMANDS[name], prog=f"headgate {name}", args=rest, config=shape)
+        settings += (tyro.conf.UseAppendAction,)  # each such word is one of several
+    tyro.cli(COMMANDS[name], prog=f"headgate {name}", args=rest, config=settings)
 
 
 def main() -> None:
