@@ -65,15 +65,18 @@ def cpu_seconds() -> float:
 
 
 def memory(shared: Path) -> None:
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
     data = shared / "data"
     print(f"peak memory of prepare with Qwen3 and {WORKERS} workers (goal: under 1000 MB, and flat)")
     with tempfile.TemporaryDirectory() as folder:
         novels = data / "gutenberg_novels.parquet"
-        large = Path(folder) / "novels_10_times_in_one_row_group.parquet"
-        pq.write_table(pa.concat_tables([pq.read_table(novels, columns=["text"])] * 10), large)
+        large = Path(folder) / "gutenberg_novels_10_times.parquet"
+        table = pq.read_table(novels, columns=["text"])
+        with pq.ParquetWriter(large, table.schema, compression="zstd") as writer:
+            for _ in range(10):
+                writer.write_table(table)
+        del table
         for number, source in enumerate((data / "webmix.parquet", novels, large)):
             command = [sys.executable, "-c", "from headgate.cli import main; main()"]
             command += ["prepare", str(source), f"{folder}/{number}", "--workers", str(WORKERS)]
