@@ -16,8 +16,9 @@ extern bool poison;
 // Calls body(data) in `threads` threads at once, the caller's among them, and returns when all are done.
 void run_team(void (*body)(void*), void* data, int threads);
 
-// work(index) for every index below count. Threads take the next index when they are free, lowest first, so put the
-// longest work first. The result may not depend on which thread does what; then it depends on no thread count either.
+// work(index) for every index below count. Threads take the next index when they are free, lowest first, so
+// put the longest work first. The result may not depend on which thread does what; then it depends on no
+// thread count either.
 template <class Work>
 void parallel_for(int64_t count, int threads, const Work& work) {
     struct Shared {
@@ -43,8 +44,8 @@ inline float* allocate(size_t count) {
     return memory;
 }
 
-// A thread's working memory: grows, and stays for the next call, since fresh pages would cost more than the kernels'
-// own traffic. What it holds is whatever was left in it.
+// A thread's working memory: grows, and stays for the next call, since fresh pages would cost more than the
+// kernels' own traffic. What it holds is whatever was left in it.
 class Scratch {
 public:
     ~Scratch() { std::free(memory_); }

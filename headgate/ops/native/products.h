@@ -1,7 +1,8 @@
 // Matrix products on small tiles: the one inner loop of the attention kernels.
 //
-// A tile is ROWS x N vectors, held in registers: 12 of AVX2's 16, 24 of AVX-512's 32, the rest carrying one row of b
-// and a broadcast of a. Strides are compile-time constants, so one loop serves plain and transposed operands alike.
+// A tile is ROWS x N vectors, held in registers: 12 of AVX2's 16, 24 of AVX-512's 32, the rest carrying one
+// row of b and a broadcast of a. Strides are compile-time constants, so one loop serves plain and transposed
+// operands alike.
 #pragma once
 
 #include "simd.h"
@@ -18,7 +19,8 @@ constexpr int PANEL = WIDE * LANES;
 template <int N>
 using Vectors = std::integral_constant<int, N>;
 
-// c[i][j] (+)= sum over k < steps, at least one, of a(i,k) * b[k][j], where a(i,k) = a[i * A_ROW + k * A_STEP].
+// c[i][j] (+)= sum over k < steps, at least one, of a(i,k) * b[k][j], where a(i,k) = a[i * A_ROW + k *
+// A_STEP].
 template <int N, int A_ROW, int A_STEP, int B_STEP, bool ADD>
 HEADGATE_INLINE void product(const float* a, const float* b, float* c, int64_t c_row, int64_t steps) {
     if (steps < 1) __builtin_unreachable();  // else the sums would pass through memory

@@ -11,9 +11,9 @@ namespace headgate {
 
 bool poison = false;
 
-// The library is not linked against an OpenMP runtime: torch brings its own, under a name that differs from build to
-// build, and a second one would mean a second team of threads fighting for the same cores. The loader hands over
-// torch's GOMP_parallel instead, which GNU's, Intel's and LLVM's runtimes all export.
+// The library is not linked against an OpenMP runtime: torch brings its own, under a name that differs from
+// build to build, and a second one would mean a second team of threads fighting for the same cores. The
+// loader hands over torch's GOMP_parallel instead, which GNU's, Intel's and LLVM's runtimes all export.
 using Team = void (*)(void (*body)(void*), void* data, unsigned threads, unsigned flags);
 static Team team = nullptr;
 

@@ -1,7 +1,8 @@
 // The vector type of the kernels, as wide as the instruction set the file is compiled for, and its functions.
 //
-// GCC's vector extensions (clang has them too) rather than intrinsics: one source serves AVX-512, AVX2 and plain
-// builds (SSE2, NEON). Loads and stores are unaligned: on these machines they cost nothing when the address is not.
+// GCC's vector extensions (clang has them too) rather than intrinsics: one source serves AVX-512, AVX2 and
+// plain builds (SSE2, NEON). Loads and stores are unaligned: on these machines they cost nothing when the
+// address is not.
 #pragma once
 
 #include <cstdint>
@@ -43,8 +44,8 @@ HEADGATE_INLINE void store(float* p, vec v) { std::memcpy(p, &v, sizeof v); }
 HEADGATE_INLINE vec broadcast(float x) { return x - vec{}; }
 HEADGATE_INLINE ivec broadcast(int32_t x) { return x - ivec{}; }
 
-// Where an operand is NaN the result is b: callers put what must not get lost second. The instructions do exactly
-// that, but GCC makes two of the plain expression.
+// Where an operand is NaN the result is b: callers put what must not get lost second. The instructions do
+// exactly that, but GCC makes two of the plain expression.
 #if defined(__AVX512F__)
 HEADGATE_INLINE vec max(vec a, vec b) { return (vec)_mm512_max_ps((__m512)a, (__m512)b); }
 HEADGATE_INLINE vec min(vec a, vec b) { return (vec)_mm512_min_ps((__m512)a, (__m512)b); }
@@ -63,7 +64,8 @@ HEADGATE_INLINE float sum(vec v) {
     return total;
 }
 
-// 2^x by a degree-5 minimax polynomial that is exact at 0, relative error 2e-7. Below -126 (and at -inf) it is 0, above 128 it saturates, NaN stays NaN.
+// 2^x by a degree-5 minimax polynomial that is exact at 0, relative error 2e-7. Below -126 (and at -inf) it
+// is 0, above 128 it saturates, NaN stays NaN.
 HEADGATE_INLINE vec exp2(vec x) {
     x = max(broadcast(-127.0f), x);
     x = min(broadcast(127.99999f), x);
@@ -83,7 +85,7 @@ HEADGATE_INLINE vec exp2(vec x) {
 // log2 of a positive normal number, absolute error about 1e-7.
 HEADGATE_INLINE vec log2(vec x) {
     const ivec bits = (ivec)x;
-    const ivec half = broadcast(int32_t(0x3f3504f3));  // sqrt(1/2): the mantissa is taken to [sqrt(1/2), sqrt(2))
+    const ivec half = broadcast(int32_t(0x3f3504f3));  // sqrt(1/2): the mantissa lies from there to sqrt(2)
     const ivec e = (bits - half) >> 23;
     const vec m = (vec)(bits - (e << 23));
     const vec s = (m - 1.0f) / (m + 1.0f), s2 = s * s;

@@ -1,7 +1,8 @@
 // Span attention: what a call consists of, and which keys a block of queries sees.
 //
-// Shapes: q, out (B,H,Tq,D); k, v (B,G,Tk,D), H = G * repeat; lse, ring_log_weight (B,H,Tq). Queries lie in vector
-// lanes and scores are stored [key][query], so that maxima, sums and masks need no operation across lanes.
+// Shapes: q, out (B,H,Tq,D); k, v (B,G,Tk,D), H = G * repeat; lse, ring_log_weight (B,H,Tq). Queries lie in
+// vector lanes and scores are stored [key][query], so that maxima, sums and masks need no operation across
+// lanes.
 #pragma once
 
 #include "products.h"
@@ -10,9 +11,9 @@
 
 namespace headgate {
 
-constexpr int BLOCK = 48;  // queries at a time: a multiple of ROWS and of every LANES
-constexpr int FEW = 4;     // up to so many queries go another way
+constexpr int BLOCK = 48;   // queries at a time: a multiple of ROWS and of every LANES
 constexpr int CHUNK = 192;  // keys at a time, likewise
+constexpr int FEW = 4;      // up to so many queries go the way of span_few.cpp
 
 // A (B,H,T,D) tensor whose last dimension is contiguous; strides count floats.
 struct View {
@@ -41,8 +42,8 @@ struct SpanCall {
     int64_t first_keys() const { return std::clamp<int64_t>(global_tokens - start, 0, keys); }
 };
 
-// For every lane the keys lo <= j < hi it attends to. Both rise with the lane, which is what lets whole tiles be
-// skipped by looking at a tile's first and last lane. Lanes beyond the last query see nothing.
+// For every lane the keys lo <= j < hi it attends to. Both rise with the lane, which is what lets whole tiles
+// be skipped by looking at a tile's first and last lane. Lanes beyond the last query see nothing.
 struct Segment {
     int32_t lo[BLOCK], hi[BLOCK];
     int32_t begin, end;  // the keys of the whole block
@@ -71,10 +72,11 @@ inline bool find_segment(const SpanCall& call, Part part, int64_t first, int cou
 
 inline int up_to_rows(int count) { return (count + ROWS - 1) / ROWS * ROWS; }
 
-// The keys [first, first + count) of one head as rows of WIDTH floats; where they do not lie so already, or where the
-// last tile would reach past the tensor, in `room`, which then ends in rows of zeros.
+// The keys [first, first + count) of one head as rows of WIDTH floats; where they do not lie so already, or
+// where the last tile would reach past the tensor, in `room`, which then ends in rows of zeros.
 template <int D>
-const float* key_rows(const View& view, int64_t b, int64_t g, int64_t first, int count, int64_t keys, float* room) {
+const float* key_rows(const View& view, int64_t b, int64_t g, int64_t first, int count, int64_t keys,
+                      float* room) {
     const float* in = view.row(b, g, first);
     if (view.token == D && first + up_to_rows(count) <= keys) return in;
     for (int i = 0; i < count; ++i) std::memcpy(room + i * D, in + i * view.token, D * sizeof(float));
@@ -92,7 +94,8 @@ void query_rows(const View& view, int64_t b, int64_t h, int64_t first, int count
     std::fill(out + count * D, out + BLOCK * D, 0.0f);
 }
 
-// The rows [begin, end) of a chunk, in whole tiles, in which any of the lanes [lane, lane + width) sees a key.
+// The rows [begin, end) of a chunk, in whole tiles, in which any of the lanes [lane, lane + width) sees a
+// key.
 struct Rows {
     int begin = 0, end = 0;
     Rows() = default;
@@ -105,8 +108,8 @@ struct Rows {
 
 // Scores of a panel of lanes against the rows of a chunk, -inf where a lane does not see the key.
 template <int D, int N>
-HEADGATE_INLINE void scores(const float* k, const float* q_lanes, float* s, const Rows& rows, const Segment& segment,
-                            int lane, int chunk) {
+HEADGATE_INLINE void scores(const float* k, const float* q_lanes, float* s, const Rows& rows,
+                            const Segment& segment, int lane, int chunk) {
     for (int r = rows.begin; r < rows.end; r += ROWS) {
         product<N, D, 1, BLOCK, false>(k + r * D, q_lanes + lane, s + r * BLOCK + lane, BLOCK, D);
         const int32_t key = chunk + r;
@@ -133,8 +136,8 @@ HEADGATE_INLINE void clear_rest(float* s, const Rows& rows, int lane, int count)
     clear(rows.end, up_to_rows(count));
 }
 
-// out[query][d] += sum over the chunk's keys of weights[key][query] * in[key][d], each group of queries over the keys
-// that it sees.
+// out[query][d] += sum over the chunk's keys of weights[key][query] * in[key][d], each group of queries over
+// the keys that it sees.
 template <int D>
 HEADGATE_INLINE void add_over_keys(const float* weights, const float* in, float* out, const Segment& segment,
                                    int queries, int chunk, int count) {
@@ -143,24 +146,25 @@ HEADGATE_INLINE void add_over_keys(const float* weights, const float* in, float*
             const int from = std::max(0, segment.lo[i] - chunk);
             const int to = std::min(count, segment.hi[std::min(i + ROWS, BLOCK) - 1] - chunk);
             if (from < to)
-                product<n(), 1, BLOCK, D, true>(weights + from * BLOCK + i, in + from * D + d, out + i * D + d, D,
-                                                to - from);
+                product<n(), 1, BLOCK, D, true>(weights + from * BLOCK + i, in + from * D + d,
+                                                out + i * D + d, D, to - from);
         }
     });
 }
 
-// out[key][d] += sum over queries of weights[key][query] * in[query][d], each tile of keys over those that see it.
+// out[key][d] += sum over queries of weights[key][query] * in[query][d], each tile of keys over those that
+// see it.
 template <int D>
-HEADGATE_INLINE void add_over_queries(const float* weights, const float* in, float* out, const Segment& segment,
-                                      int queries, int chunk, int keys) {
+HEADGATE_INLINE void add_over_queries(const float* weights, const float* in, float* out,
+                                      const Segment& segment, int queries, int chunk, int keys) {
     for_panels<D>(D, [&](int d, auto n) {
         int from = 0, to = 0;
         for (int r = 0; r < keys; r += ROWS) {
             while (from < queries && segment.hi[from] <= chunk + r) ++from;
             while (to < queries && segment.lo[to] < chunk + r + ROWS) ++to;
             if (from < to)
-                product<n(), BLOCK, 1, D, true>(weights + r * BLOCK + from, in + from * D + d, out + r * D + d, D,
-                                                to - from);
+                product<n(), BLOCK, 1, D, true>(weights + r * BLOCK + from, in + from * D + d,
+                                                out + r * D + d, D, to - from);
         }
     });
 }

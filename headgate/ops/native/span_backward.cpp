@@ -1,9 +1,10 @@
-// Span attention, backward: all five products of a block of queries and a chunk of keys while both are in cache.
+// Span attention, backward: all five products of a block of queries and a chunk of keys while both are in
+// cache.
 //
-// The queries of a head are cut into strips, the unit of work. A strip adds up the gradients of all keys that it sees
-// in its own memory. Its own keys, those from its first query's on, go to the result at once; those before them lie in
-// other strips' reach too and go to the strip's halo, and the halos are added in the end, in the order of the strips.
-// No two threads ever write one number, and the order of every sum is fixed.
+// The queries of a head are cut into strips, the unit of work. A strip adds up the gradients of all keys that
+// it sees in its own memory. Its own keys, those from its first query's on, go to the result at once; those
+// before them lie in other strips' reach too and go to the strip's halo, and the halos are added in the end,
+// in the order of the strips. No two threads ever write one number, and the order of every sum is fixed.
 #include "parallel.h"
 #include "span.h"
 
@@ -27,9 +28,9 @@ struct Strip {
 };
 
 std::vector<Strip> cut(const SpanCall& call) {
-    // Four items for every thread balance the load; under a window strips are never so short that halos matter, nor
-    // so long that a strip's memory leaves the cache. Strips of a full span hold equally many pairs, so the first is
-    // the longest.
+    // Four items for every thread balance the load; under a window strips are never so short that halos
+    // matter, nor so long that a strip's memory leaves the cache. Strips of a full span hold equally many
+    // pairs, so the first is the longest.
     const int64_t wanted = std::max<int64_t>(1, 4 * call.threads / (call.batch * call.groups));
     const int64_t reach = call.window < 0 ? 0 : std::max(call.window, call.ring);
     int64_t strips = wanted;
@@ -74,13 +75,14 @@ struct Backward {
     Backward(const SpanCall& c, const Strip& s, int64_t batch, int64_t group)
         : call(c), strip(s), b(batch), g(group), memory((s.rows() + ROWS) * D) {
         const size_t block = BLOCK * D, room = CHUNK * D, tile = CHUNK * BLOCK;
-        Pieces pieces(
-            Scratch::of_thread().floats(5 * block + 2 * room + 2 * tile + 4 * BLOCK + 2 * Pieces::rounded(memory)));
+        const size_t sums = 2 * Pieces::rounded(memory);
+        Pieces pieces(Scratch::of_thread().floats(5 * block + 2 * room + 2 * tile + 4 * BLOCK + sums));
         q_rows = pieces.take(block), q_lanes = pieces.take(block), d_rows = pieces.take(block);
         d_lanes = pieces.take(block), d_q = pieces.take(block);
         k_room = pieces.take(room), v_room = pieces.take(room);
         p = pieces.take(tile), d_s = pieces.take(tile);
-        lse = pieces.take(BLOCK), delta = pieces.take(BLOCK), bias = pieces.take(BLOCK), d_bias = pieces.take(BLOCK);
+        lse = pieces.take(BLOCK), delta = pieces.take(BLOCK);
+        bias = pieces.take(BLOCK), d_bias = pieces.take(BLOCK);
         d_k = pieces.take(memory), d_v = pieces.take(memory);
     }
 
@@ -209,11 +211,13 @@ void add_halos(const SpanCall& call, const std::vector<Strip>& strips, size_t n,
 }  // namespace
 }  // namespace headgate
 
-extern "C" __attribute__((visibility("default"))) void headgate_span_backward(const headgate::SpanCall* call) {
+extern "C" __attribute__((visibility("default"))) void headgate_span_backward(
+    const headgate::SpanCall* call) {
     using namespace headgate;
     const std::vector<Strip> strips = cut(*call);
     const int64_t pairs = call->batch * call->groups, cuts = int64_t(strips.size());
-    const int64_t halo = (strips.back().halo + strips.back().halo_rows()) * 2 * call->width;  // of one head's strips
+    // Of one head's strips, in floats.
+    const int64_t halo = (strips.back().halo + strips.back().halo_rows()) * 2 * call->width;
     float* halos = allocate(size_t(pairs * halo));
     for_width(call->width, [&](auto width) {
         constexpr int D = width();

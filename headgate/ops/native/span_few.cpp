@@ -1,8 +1,9 @@
-// Span attention, forward, for the one or few queries of a decoding step: there is no tile to fill, so head width lies
-// in the vector lanes and time is what reading keys and values takes.
+// Span attention, forward, for the one or few queries of a decoding step: there is no tile to fill, so head
+// width lies in the vector lanes and time is what reading keys and values takes.
 //
-// The keys are cut into pieces of fixed length, so that one long sequence still occupies all threads; each piece yields
-// a maximum, a sum and an output for every query, and these are merged in the order of the pieces.
+// The keys are cut into pieces of fixed length, so that one long sequence still occupies all threads; each
+// piece yields a maximum, a sum and an output for every query, and these are merged in the order of the
+// pieces.
 #include "parallel.h"
 #include "span.h"
 
@@ -53,7 +54,8 @@ struct Few {
         const vec factor = broadcast(LOG2E / std::sqrt(float(D)));
         vec highest = broadcast(state.top);
         for (int j = 0; j < count; j += LANES) {
-            // LANES dot products at once: their partial sums are transposed, so that adding them needs no more shuffles.
+            // LANES dot products at once: their partial sums are transposed, so that adding them needs no
+            // more shuffles.
             vec parts[LANES];
             for (int r = 0; r < LANES; ++r) {
                 const float* key = k + std::min(j + r, count - 1) * call.k.token;
@@ -102,7 +104,8 @@ struct Few {
                 const State& state = states[n * rows + i];
                 const float factor = exp2(broadcast(state.top - top))[0];
                 total += state.total * factor;
-                for (int d = 0; d < D; d += LANES) store(out + d, load(out + d) + load(state.out + d) * factor);
+                for (int d = 0; d < D; d += LANES)
+                    store(out + d, load(out + d) + load(state.out + d) * factor);
             }
             for (int d = 0; d < D; d += LANES) store(out + d, load(out + d) / total);
             call.lse[call.per_query(b, h, t)] = (top + log2(broadcast(total))[0]) * LN2;
@@ -124,7 +127,8 @@ void attend_few(const SpanCall& call) {
                 begin, std::min<int64_t>(call.keys, begin + PIECE), states.data() + item * rows);
         });
         for (int64_t pair = 0; pair < pairs; ++pair)
-            Kernel{call, pair / call.groups, pair % call.groups}.merge(states.data() + pair * pieces * rows, pieces);
+            Kernel{call, pair / call.groups, pair % call.groups}.merge(states.data() + pair * pieces * rows,
+                                                                       pieces);
     });
 }
 

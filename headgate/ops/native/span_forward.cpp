@@ -13,13 +13,14 @@ struct Forward {
     float *q_lanes, *rows, *s, *out, *k_room, *v_room;
     float *top, *total, *shrink, *bias;
 
-    static size_t floats() { return size_t(2 * BLOCK * D + 2 * CHUNK * D + BLOCK * D + CHUNK * BLOCK + 4 * BLOCK); }
+    static size_t floats() { return size_t(3 * BLOCK * D + 2 * CHUNK * D + CHUNK * BLOCK + 4 * BLOCK); }
 
     explicit Forward(const SpanCall& c) : call(c) {
         Pieces pieces(Scratch::of_thread().floats(floats()));
         q_lanes = pieces.take(BLOCK * D), rows = pieces.take(BLOCK * D), out = pieces.take(BLOCK * D);
         k_room = pieces.take(CHUNK * D), v_room = pieces.take(CHUNK * D), s = pieces.take(CHUNK * BLOCK);
-        top = pieces.take(BLOCK), total = pieces.take(BLOCK), shrink = pieces.take(BLOCK), bias = pieces.take(BLOCK);
+        top = pieces.take(BLOCK), total = pieces.take(BLOCK);
+        shrink = pieces.take(BLOCK), bias = pieces.take(BLOCK);
     }
 
     void block(int64_t b, int64_t g, int64_t h, int64_t first) {
@@ -59,7 +60,8 @@ struct Forward {
         add_over_keys<D>(s, v, out, segment, queries, chunk, keys);
     }
 
-    // Scores become weights relative to the running maximum; true if that rose, so that what was summed must shrink.
+    // Scores become weights relative to the running maximum; true if that rose, so that what was summed must
+    // shrink.
     template <int N>
     HEADGATE_INLINE bool weigh(const Rows& seen, const Segment& segment, int lane) {
         vec highest[N], sum[N], before[N];
