@@ -3,9 +3,9 @@
     python benchmarks/fit_gelu.py
 
 gelu(z) = (z + |z| (1 - N)) / 2 with N(|z|) = 1 - tanh(u). The eighth root of N is fitted on [0, 5.2] by a
-polynomial of degree 6, in the minimax sense (Lawson's iteration), each point weighted by what an error there
-does to gelu and, five times less, to its slope. A scaled argument makes the leading coefficient 1, and Knuth's
-adaptation of coefficients turns the polynomial into three products and seven sums.
+polynomial of degree 6, in the minimax sense (Lawson's iteration), each point weighted by what an error
+there does to gelu and, five times less, to its slope. A scaled argument makes the leading coefficient 1, and
+Knuth's adaptation of coefficients turns the polynomial into three products and seven sums.
 """
 
 import numpy as np
