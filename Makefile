@@ -36,9 +36,11 @@ lint: $(READY)
 
 # The kernels under the address and undefined-behaviour sanitizers, over the shapes of the op tests. Python itself
 # leaks by design, and torch's own libraries are not instrumented, so leaks are not looked for.
+# libstdc++ comes with it, since the sanitizer looks for it before torch loads it, and torch throws exceptions.
 sanitize: $(READY)
 	HEADGATE_SANITIZE=1 $(BIN)/python setup.py --quiet build_ext --inplace
-	HEADGATE_NATIVE=sanitize ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD=$$(c++ -print-file-name=libasan.so) \
+	HEADGATE_NATIVE=sanitize ASAN_OPTIONS=detect_leaks=0 \
+		LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so)" \
 		$(BIN)/python -m pytest tests/ops -m "not compiles"
 
 clean:

@@ -1,7 +1,7 @@
 // Pair-gated attention, forward and backward: softmax(a s) v or softmax(a + log s) v over j <= i or a window.
 //
-// As span attention, with the gate between scores and softmax. Nothing is kept per pair: the backward computes each
-// tile again from the inputs, the greatest score of each query and its sum.
+// As span attention, with the gate between scores and softmax. Nothing is kept per pair: the backward
+// computes each tile again from the inputs, the greatest score of each query and its sum.
 #include "pair_gate.h"
 #include "parallel.h"
 
@@ -21,7 +21,8 @@ struct PairGateCall {
 namespace {
 
 // Rows as columns [width][BLOCK], times `factor`, with zeros up to BLOCK.
-void to_lanes(const View& view, int64_t b, int64_t h, int64_t first, int count, int width, float factor, float* out) {
+void to_lanes(const View& view, int64_t b, int64_t h, int64_t first, int count, int width, float factor,
+              float* out) {
     std::fill(out, out + width * BLOCK, 0.0f);
     for (int i = 0; i < count; ++i)
         for (int m = 0; m < width; ++m) out[m * BLOCK + i] = view.row(b, h, first + i)[m] * factor;
@@ -35,13 +36,15 @@ public:
         : call(call), span(call.span), b(b), h(h), g(h / span.repeat), M(int(call.hidden)) {
         const size_t block = BLOCK * D, room = CHUNK * D, tile = CHUNK * BLOCK, halves = (CHUNK + LANES) * M;
         const size_t keys = backward ? span.keys + ROWS : 0;
-        Pieces pieces(Scratch::of_thread().floats(5 * block + 2 * room + 2 * tile + 2 * M * BLOCK + 2 * halves +
-                                                  4 * BLOCK + keys * (2 * D + M) + 18 * 16));
+        const size_t per_query = 5 * D + 2 * M + 4, pieces_of_a_line = 18 * 16;
+        Pieces pieces(Scratch::of_thread().floats(per_query * BLOCK + 2 * room + 2 * tile + 2 * halves +
+                                                  keys * (2 * D + M) + pieces_of_a_line));
         q_rows = pieces.take(block), q_lanes = pieces.take(block), out = pieces.take(block);
         d_rows = pieces.take(block), d_lanes = pieces.take(block);
         k_room = pieces.take(room), v_room = pieces.take(room);
         query_half = pieces.take(M * BLOCK), key_half = pieces.take(halves);
-        top = pieces.take(BLOCK), total = pieces.take(BLOCK), delta = pieces.take(BLOCK), shrink = pieces.take(BLOCK);
+        top = pieces.take(BLOCK), total = pieces.take(BLOCK);
+        delta = pieces.take(BLOCK), shrink = pieces.take(BLOCK);
         gate.scores = pieces.take(tile), gate.d_scores = pieces.take(tile);
         gate.d_query_half = pieces.take(M * BLOCK), gate.d_key_half = pieces.take(halves);
         d_k = pieces.take(keys * D), d_v = pieces.take(keys * D), d_key_half = pieces.take(keys * M);
@@ -67,13 +70,15 @@ public:
             add_over_keys<D>(gate.scores, v, out, segment, count, chunk, keys);
         });
         for (int i = 0; i < count; ++i) {
-            float *to = span.out.row(b, h, first + i), *softmax = call.softmax + 2 * span.per_query(b, h, first + i);
+            float* to = span.out.row(b, h, first + i);
+            float* softmax = call.softmax + 2 * span.per_query(b, h, first + i);
             softmax[0] = top[i], softmax[1] = total[i];
             for (int d = 0; d < D; ++d) to[d] = out[i * D + d] / total[i];
         }
     }
 
-    // Every `step`th block of the head's queries; the gradients of all its keys are then in d_k, d_v and d_key_half.
+    // Every `step`th block of the head's queries; the gradients of all its keys are then in d_k, d_v and
+    // d_key_half.
     void backward(int64_t block, int64_t step) {
         std::fill(d_k, d_k + (span.keys + ROWS) * D, 0.0f);
         std::fill(d_v, d_v + (span.keys + ROWS) * D, 0.0f);
@@ -112,9 +117,12 @@ private:
             const int keys = std::min(CHUNK, segment.end - chunk);
             gate.rows = up_to_rows(keys);
             std::fill(key_half + keys * M, key_half + gate.rows * M, 0.0f);
-            for (int i = 0; i < keys; ++i)
-                for (int m = 0; m < M; ++m) key_half[i * M + m] = call.key_half.row(b, h, chunk + i)[m] * UNIT;
-            for (int i = 0; i < gate.vectors; ++i) gate.seen[i] = Rows(segment, i * LANES, LANES, chunk, keys);
+            for (int i = 0; i < keys; ++i) {
+                const float* half = call.key_half.row(b, h, chunk + i);
+                for (int m = 0; m < M; ++m) key_half[i * M + m] = half[m] * UNIT;
+            }
+            for (int i = 0; i < gate.vectors; ++i)
+                gate.seen[i] = Rows(segment, i * LANES, LANES, chunk, keys);
             work(chunk, keys);
         }
     }
@@ -132,10 +140,11 @@ private:
         const Rows seen = gate.seen[i];
         const vec before = load(top + lane);
         vec highest = before, sum{};
-        for (int r = seen.begin; r < seen.end; ++r) highest = max(load(gate.scores + r * BLOCK + lane), highest);
+        float* scores = gate.scores + lane;
+        for (int r = seen.begin; r < seen.end; ++r) highest = max(load(scores + r * BLOCK), highest);
         for (int r = seen.begin; r < seen.end; ++r) {
-            const vec weight = exp2(load(gate.scores + r * BLOCK + lane) - highest);
-            store(gate.scores + r * BLOCK + lane, weight);
+            const vec weight = exp2(load(scores + r * BLOCK) - highest);
+            store(scores + r * BLOCK, weight);
             sum += weight;
         }
         const vec factor = exp2(before - highest);
@@ -166,8 +175,8 @@ private:
             for_panels<BLOCK>(count, [&](int lane, auto n) {
                 const Rows seen(segment, lane, n() * LANES, chunk, keys);
                 for (int r = seen.begin; r < seen.end; r += ROWS)
-                    product<n(), D, 1, BLOCK, false>(v + r * D, d_lanes + lane, gate.d_scores + r * BLOCK + lane, BLOCK,
-                                                     D);
+                    product<n(), D, 1, BLOCK, false>(v + r * D, d_lanes + lane,
+                                                     gate.d_scores + r * BLOCK + lane, BLOCK, D);
             });
             pass(gate);
             for (int i = 0; i < gate.vectors; ++i) {
@@ -194,19 +203,25 @@ private:
     GatePass pass;
 };
 
-// How the backward is cut: every head's blocks of queries are dealt out to `slices` workers in turn, so that all have
-// as many pairs. What several of them add to one key's gradient is kept apart and added in the end, in a fixed order.
+// How the backward is cut: every head's blocks of queries are dealt out to `slices` workers in turn, so that
+// all have as many pairs. What several of them add to one key's gradient is kept apart and added in the end,
+// in a fixed order.
 int64_t slices_of(const SpanCall& span) {
     const int64_t heads = span.batch * span.heads();
+    const auto balanced = [&](int64_t workers) {
+        return workers % span.threads == 0 || workers >= 4 * span.threads;
+    };
     int64_t slices = 1;
-    while (heads * slices < 4 * span.threads && heads * slices % span.threads != 0 && slices < span.blocks()) ++slices;
+    while (!balanced(heads * slices) && slices < span.blocks()) ++slices;
     return slices;
 }
 
 }  // namespace
 }  // namespace headgate
 
-extern "C" __attribute__((visibility("default"))) void headgate_pair_gate_forward(const headgate::PairGateCall* call) {
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+EXPORT void headgate_pair_gate_forward(const headgate::PairGateCall* call) {
     using namespace headgate;
     const SpanCall& span = call->span;
     const int64_t heads = span.batch * span.heads(), blocks = span.blocks();
@@ -218,10 +233,11 @@ extern "C" __attribute__((visibility("default"))) void headgate_pair_gate_forwar
     });
 }
 
-extern "C" __attribute__((visibility("default"))) void headgate_pair_gate_backward(const headgate::PairGateCall* call) {
+EXPORT void headgate_pair_gate_backward(const headgate::PairGateCall* call) {
     using namespace headgate;
     const SpanCall& span = call->span;
-    const int64_t heads = span.batch * span.heads(), slices = slices_of(span), M = call->hidden, D = span.width;
+    const int64_t heads = span.batch * span.heads(), slices = slices_of(span);
+    const int64_t D = span.width, M = call->hidden;
     const int64_t shared = slices * span.repeat;  // workers whose sums make one key's gradient
     const int64_t keys = span.keys * D, halves = span.keys * M, weights = M + 1;
     // Per worker: the sums of w2 and b2, and, unless they are final, those of the keys and of their halves.
@@ -235,19 +251,19 @@ extern "C" __attribute__((visibility("default"))) void headgate_pair_gate_backwa
             float* part = parts + item * each;
             for (int m = 0; m < M; ++m) *part++ = sum(attention.d_w2[m]) * (0.5f / UNIT);
             *part++ = sum(attention.d_b2);
-            const auto deliver = [&](const float* sums, int64_t row, const View& view, int64_t at, bool final) {
+            const auto deliver = [&](const float* sums, int64_t row, const View& view, bool final) {
                 if (!final) part = std::copy(sums, sums + span.keys * row, part);
                 for (int64_t i = 0; final && i < span.keys; ++i)
-                    std::copy(sums + i * row, sums + (i + 1) * row, view.row(b, at, i));
+                    std::copy(sums + i * row, sums + (i + 1) * row, view.row(b, h, i));
             };
-            deliver(attention.d_k, D, span.d_k, h, shared == 1);
-            deliver(attention.d_v, D, span.d_v, h, shared == 1);
-            deliver(attention.d_key_half, M, call->d_key_half, h, slices == 1);
+            deliver(attention.d_k, D, span.d_k, shared == 1);
+            deliver(attention.d_v, D, span.d_v, shared == 1);
+            deliver(attention.d_key_half, M, call->d_key_half, slices == 1);
         });
     });
     // view[b][at] = the sum of `count` workers' sums, which lie `offset` floats into their parts
-    const auto gather = [&](const View& view, int64_t b, int64_t at, int64_t worker, int64_t count, int64_t offset,
-                            int64_t row) {
+    const auto gather = [&](const View& view, int64_t b, int64_t at, int64_t worker, int64_t count,
+                            int64_t offset, int64_t row) {
         for (int64_t i = 0; i < span.keys; ++i) {
             float* to = view.row(b, at, i);
             std::fill(to, to + row, 0.0f);
@@ -268,10 +284,11 @@ extern "C" __attribute__((visibility("default"))) void headgate_pair_gate_backwa
         });
     for (int64_t h = 0; h < span.heads(); ++h)
         for (int64_t m = 0; m < weights; ++m) {
-            float total = 0;
+            float& total = m < M ? call->d_w2[h * M + m] : call->d_b2[h];
+            total = 0;
             for (int64_t b = 0; b < span.batch; ++b)
-                for (int64_t n = 0; n < slices; ++n) total += parts[((b * span.heads() + h) * slices + n) * each + m];
-            (m < M ? call->d_w2[h * M + m] : call->d_b2[h]) = total;
+                for (int64_t n = 0; n < slices; ++n)
+                    total += parts[((b * span.heads() + h) * slices + n) * each + m];
         }
     std::free(parts);
 }

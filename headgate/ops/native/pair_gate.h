@@ -1,5 +1,5 @@
-// Pair-gated attention: the gate of a tile of pairs, s = sigmoid(w2 . gelu(query_half_i + key_half_j) + b2), on its way
-// from the scores to what the softmax sees and back.
+// Pair-gated attention: the gate of a tile of pairs, s = sigmoid(w2 . gelu(query_half_i + key_half_j) + b2),
+// on its way from the scores to what the softmax sees and back.
 //
 // M activations a pair are most of the work. Queries lie in lanes, as everywhere; a key's half is broadcast.
 #pragma once
@@ -8,20 +8,21 @@
 
 namespace headgate {
 
-// Keys at a time: their activations hide one another's latency, and the backward keeps them in the first-level cache.
+// Keys at a time: their activations hide one another's latency, and in the backward fit the nearest cache.
 constexpr int GROUP = ROWS;
 
-// gelu(z) = (z + |z| (1 - N)) / 2, N = 1 - tanh(u), u = sqrt(2/pi) (|z| + 0.044715 |z|^3): even in z but for z / 2.
-// N decays like a Gaussian, so its eighth root is nearly straight: a polynomial of degree 6 and three squarings give
-// gelu to 2e-6 and, by tanh' = 1 - tanh^2, its slope to 8e-6. Beyond LIMIT, N is 2e-7 and goes on as a constant. Both
-// halves are multiplied by UNIT beforehand: the polynomial's leading coefficient is then 1, and by Knuth's adaptation
-// of coefficients (The Art of Computer Programming, 4.6.4) it costs three products.
+// gelu(z) = (z + |z| (1 - N)) / 2, N = 1 - tanh(u), u = sqrt(2/pi) (|z| + 0.044715 |z|^3): even in z but for
+// z/2. N decays like a Gaussian, so its eighth root is nearly straight: a polynomial of degree 6 and three
+// squarings give gelu to 2e-6 and, by tanh' = 1 - tanh^2, its slope to 8e-6. Beyond LIMIT, N is 2e-7 and goes
+// on as a constant. Both halves are multiplied by UNIT beforehand: the polynomial's leading coefficient is
+// then 1, and by Knuth's adaptation of coefficients (The Art of Computer Programming, 4.6.4) it costs three
+// products. The constants come from benchmarks/fit_gelu.py.
 constexpr float UNIT = 0.1851967947f, LIMIT = 5.2f * UNIT;
 constexpr float A0 = -2.641454458f, A1 = 4.455580711f, A2 = 0.9701886773f;
 constexpr float A3 = -4.275158882f, A4 = -4.769023895f, A5 = 1.012654066f;
 constexpr float CUBE = 16.85055283f, LINE = 0.2556774592f;  // |z| du/d|z| = CUBE (x^3 + LINE x), x = UNIT |z|
 
-// For x = UNIT z: value = 2 UNIT gelu(z) and slope = (2 gelu'(z) - 1) / CUBE; the 1 is added to sums of slopes.
+// For x = UNIT z: value = 2 UNIT gelu(z), slope = (2 gelu'(z) - 1) / CUBE; the 1 is added to sums of slopes.
 template <bool SLOPE>
 HEADGATE_INLINE void activation(vec x, vec& value, vec& slope) {
     const ivec sign = broadcast(INT32_MIN);
@@ -52,8 +53,8 @@ HEADGATE_INLINE Gate gate_of(vec logit) {
     return gate;
 }
 
-// A block of queries against a chunk of keys, [key][query]. Scores are in units of log2, -inf where a query does not
-// see a key; rows outside of a vector's `seen` are not touched.
+// A block of queries against a chunk of keys, [key][query]. Scores are in units of log2, -inf where a query
+// does not see a key; rows outside of a vector's `seen` are not touched.
 struct GateTile {
     const float *query_half, *key_half;  // [M][BLOCK] and [CHUNK][M], times UNIT
     const float* w2;                     // times 1 / (2 UNIT)
@@ -65,11 +66,11 @@ struct GateTile {
     const float *top, *share, *delta;  // per query: probability = share * 2^(score - top)
     float unit;                        // 1 / sqrt(D)
     float* d_scores;                   // gradient of the probability; becomes that of q.k
-    float *d_query_half, *d_key_half;  // added up, and one sum per key: still to be multiplied by UNIT CUBE w2
-    vec *d_w2, *d_b2;                  // added up per lane, d_w2 still to be multiplied by 1 / (2 UNIT)
+    float *d_query_half, *d_key_half;  // added up, and one sum per key: to be multiplied by UNIT CUBE w2
+    vec *d_w2, *d_b2;                  // added up per lane, d_w2 to be multiplied by 1 / (2 UNIT)
 };
 
-// The gate's logits of GROUP keys and one vector of queries; the backward keeps the hidden layer and its slope.
+// The gate's logits of GROUP keys and one vector of queries; the backward keeps the hidden layer and slopes.
 template <int M, bool KEEP>
 HEADGATE_INLINE void gate_logits(const GateTile& t, int row, int lane, vec* logits, vec (*values)[GROUP],
                                  vec (*slopes)[GROUP]) {
@@ -79,7 +80,8 @@ HEADGATE_INLINE void gate_logits(const GateTile& t, int row, int lane, vec* logi
     for (int m = 0; m < M; ++m) {
         const vec query_half = load(t.query_half + m * BLOCK + lane);
         vec value[GROUP], slope[GROUP];
-        for (int c = 0; c < GROUP; ++c) activation<KEEP>(query_half + key_half[c * M + m], value[c], slope[c]);
+        for (int c = 0; c < GROUP; ++c)
+            activation<KEEP>(query_half + key_half[c * M + m], value[c], slope[c]);
         for (int c = 0; c < GROUP; ++c) {
             sums[c] += value[c] * t.w2[m];
             if (KEEP) values[m][c] = value[c], slopes[m][c] = slope[c];

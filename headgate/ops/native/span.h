@@ -152,18 +152,19 @@ HEADGATE_INLINE void add_over_keys(const float* weights, const float* in, float*
     });
 }
 
-// out[key][d] += sum over queries of weights[key][query] * in[query][d], each tile of keys over those that see it.
+// out[key][d] += sum over queries of weights[key][query] * in[query][d], each tile of keys over those that
+// see it.
 template <int D>
-HEADGATE_INLINE void add_over_queries(const float* weights, const float* in, float* out, const Segment& segment,
-                                      int queries, int chunk, int keys) {
+HEADGATE_INLINE void add_over_queries(const float* weights, const float* in, float* out,
+                                      const Segment& segment, int queries, int chunk, int keys) {
     for_panels<D>(D, [&](int d, auto n) {
         int from = 0, to = 0;
         for (int r = 0; r < keys; r += ROWS) {
             while (from < queries && segment.hi[from] <= chunk + r) ++from;
             while (to < queries && segment.lo[to] < chunk + r + ROWS) ++to;
             if (from < to)
-                product<n(), BLOCK, 1, D, true>(weights + r * BLOCK + from, in + from * D + d, out + r * D + d, D,
-                                                to - from);
+                product<n(), BLOCK, 1, D, true>(weights + r * BLOCK + from, in + from * D + d,
+                                                out + r * D + d, D, to - from);
         }
     });
 }
