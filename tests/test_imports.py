@@ -50,7 +50,14 @@ def test_every_room_is_on_a_line() -> None:
     assert rooms <= TOP | {room for line in LINES for room in line}
 
 
-LIGHT = ["headgate", "headgate.cli", "headgate.config", "headgate.recipes", "headgate.study.statistics"]
+LIGHT = [
+    "headgate",
+    "headgate.cli",
+    "headgate.config",
+    "headgate.recipes",
+    "headgate.study.claims",
+    "headgate.study.statistics",
+]
 
 
 @pytest.mark.parametrize("module", LIGHT)

@@ -114,6 +114,10 @@ def test_a_variant_that_is_better_alone_may_not_be_among_many() -> None:
     among = compare(baseline, {"v": close, **others})["v"]
     assert among.verdict == "no difference shown"
     assert among.p_holm == pytest.approx(10 * among.p)
+    # A first step of Holm's has a tenth of the level to spend, and so needs more seeds.
+    deviation = stats.tstd([close[seed] - baseline[seed] for seed in baseline])
+    assert among.seeds_needed == seeds_needed(-0.09, deviation, 0.005)
+    assert among.seeds_needed > compare(baseline, {"v": close})["v"].seeds_needed
 
 
 def test_seeds_that_one_side_lacks_are_left_out() -> None:
