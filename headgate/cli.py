@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from headgate.config import RunOptions
+from headgate.config import RunOptions, StudyOptions
 from headgate.errors import HeadgateError, suggestion
 from headgate.version import __version__
 
@@ -182,6 +182,75 @@ def bench(
     )
 
 
+def compare(
+    names: tuple[str, ...] = (),
+    /,
+    *,
+    data: str,
+    out: str,
+    override: tuple[str, ...] = (),
+    options: StudyOptions = StudyOptions(),  # noqa: B008 - frozen
+) -> None:
+    """Train variants under equal conditions over several seeds, measure their cost, write a page about it.
+
+    Args:
+        names: Mechanisms, such as dynamic-sparse, sparse-geometric:gate=log, dynamic-sparse:no-gate (an
+            ablation), local+full (a pattern over the layers), each with a label of its own after an @ if
+            wanted; the four papers' when absent. The baseline, full attention, is always there.
+        data: A folder that `headgate prepare` wrote.
+        out: The study folder; run again, a study goes on, and with more names or seeds it grows.
+        override: A setting of the recipe that differs, such as train.steps=100; the word alone says it too.
+    """
+    from headgate.study.compare import run_study
+
+    _write_report(out, whole=run_study(names, data, out, override, options))
+
+
+def ablate(
+    name: str,
+    /,
+    *,
+    data: str,
+    out: str,
+    override: tuple[str, ...] = (),
+    options: StudyOptions = StudyOptions(),  # noqa: B008 - frozen
+) -> None:
+    """Compare a mechanism, each of its ablations and the baseline, as `headgate compare` does.
+
+    Args:
+        name: The mechanism.
+        data: A folder that `headgate prepare` wrote.
+        out: The study folder; run again, a study goes on.
+        override: A setting of the recipe that differs, such as train.steps=100; the word alone says it too.
+    """
+    from headgate.study.compare import run_study
+    from headgate.study.variants import with_ablations
+
+    _write_report(out, whole=run_study(with_ablations(name), data, out, override, options))
+
+
+def report(folder: str, /) -> None:
+    """Write a study's results.json, results.md and report.html again, from what its folder holds.
+
+    Args:
+        folder: The study folder.
+    """
+    _write_report(folder)
+
+
+def _write_report(folder: str, *, whole: bool = True) -> None:
+    from headgate.report.page import write_page
+    from headgate.study.results import write_results
+    from headgate.study.tables import print_results
+
+    results = write_results(folder)
+    page = write_page(folder)
+    print_results(results)
+    print(f"\nthe page is {page}; results.json and results.md beside it have the numbers")
+    if not whole:
+        sys.exit(1)
+
+
 SETTING = re.compile(r"[a-z_]+(\.[a-z_]+)*=")
 """A word such as train.steps=100, which may stand anywhere among a command's own."""
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -189,6 +258,9 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "prepare": prepare,
     "train": train,
     "evaluate": evaluate,
+    "compare": compare,
+    "ablate": ablate,
+    "report": report,
     "bench": bench,
 }
 

@@ -5,6 +5,8 @@ the keys and values known so far, of which the first has position `start` and th
 """
 
 import hashlib
+import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -97,6 +99,13 @@ class Mechanism(nn.Module):
 
     def extra_repr(self) -> str:
         return ", ".join(f"{f.name}={getattr(self.options, f.name)!r}" for f in fields(self.options))
+
+
+def description(mechanism: type[Mechanism]) -> str:
+    """What the mechanism's file says of it: a line with its name, then its formula."""
+    return inspect.cleandoc(
+        sys.modules[mechanism.__module__].__doc__ or mechanism.__doc__ or mechanism.__name__
+    )
 
 
 M = TypeVar("M", bound=type[Mechanism])

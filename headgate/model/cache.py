@@ -33,6 +33,11 @@ class LayerCache:
     def bytes(self) -> int:
         return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers)
 
+    @property
+    def held_bytes(self) -> int:
+        """Of the keys held, without the room for more."""
+        return sum(buffer[:, :, : len(self)].numel() * buffer.element_size() for buffer in self._buffers)
+
     def append(self, *new: Tensor) -> list[Tensor]:
         """Add tensors (B,heads,T,...) of the newest tokens; returns views of all that is held."""
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in new):
@@ -123,6 +128,11 @@ class Cache:
     def bytes(self) -> int:
         """Memory of the buffers."""
         return sum(layer.bytes for group in self.groups for layer in group.layers)
+
+    @property
+    def held_bytes(self) -> int:
+        """Of the keys held, without the room for more."""
+        return sum(layer.held_bytes for group in self.groups for layer in group.layers)
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order: without those that have ended, or as a beam search wants them."""

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headgate.config import finite
 from headgate.data.loader import IGNORED, Windows
 from headgate.data.shards import open_split
 from headgate.errors import HeadgateError
@@ -42,6 +43,8 @@ class GateStatistics:
     """Share of the values below 0.1."""
     above_09: float
     """Share of the values above 0.9."""
+    by_head: tuple[float, ...]
+    """Mean of each head."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Evaluation:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON, which knows no NaN: a number that is not finite becomes null."""
-        plain: dict[str, Any] = _finite(asdict(self))
+        plain: dict[str, Any] = finite(asdict(self))
         return plain
 
 
@@ -180,29 +183,15 @@ def _uncompiled(decoder: Decoder) -> AbstractContextManager[None]:
 
 
 def _moments(gate: Tensor) -> Tensor:
-    """Count, sum, sum of squares, how many below 0.1, how many above 0.9."""
-    values = gate.double()
-    return torch.stack(
-        [
-            torch.tensor(float(values.numel()), dtype=torch.float64, device=values.device),
-            values.sum(),
-            values.square().sum(),
-            (values < 0.1).sum().double(),
-            (values > 0.9).sum().double(),
-        ]
-    )
+    """Of each head of a gate (B,T,H): count, sum, sum of squares, how many below 0.1 and above 0.9: (5,H)."""
+    values = gate.double().flatten(0, 1)
+    below, above = (values < 0.1).double(), (values > 0.9).double()
+    return torch.stack([t.sum(0) for t in (torch.ones_like(values), values, values.square(), below, above)])
 
 
 def _statistics(layer: int, moments: Tensor) -> GateStatistics:
-    count, total, squares, below, above = moments.tolist()
+    count, total, squares, below, above = moments.sum(1).tolist()
     mean = total / count
     spread = math.sqrt(max(0.0, squares / count - mean * mean)) if math.isfinite(mean) else math.nan
-    return GateStatistics(layer, mean, spread, below / count, above / count)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    by_head = tuple((moments[1] / moments[0]).tolist())
+    return GateStatistics(layer, mean, spread, below / count, above / count, by_head)

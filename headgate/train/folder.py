@@ -185,6 +185,18 @@ def read_metrics(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return lines
 
 
+def last_step(run: str | os.PathLike[str]) -> int:
+    """The step of the last whole line of a run's metrics, 0 if there is none; reads no more than the end."""
+    try:
+        with (Path(run) / "metrics.jsonl").open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 65_536))
+            lines = file.read().splitlines(keepends=True)
+    except OSError:
+        return 0
+    found = (told for line in reversed(lines) if (told := _parse(line)) is not None)
+    return int(next(found, {"step": 0})["step"])
+
+
 def _parse(line: bytes) -> dict[str, Any] | None:
     """A whole line of metrics, or None if it is torn."""
     if not line.endswith(b"\n"):

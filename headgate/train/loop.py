@@ -9,7 +9,6 @@ its number, so a run that was killed and resumed is the run that was not.
 """
 
 import hashlib
-import json
 import math
 import os
 import resource
@@ -296,7 +295,7 @@ class Trainer:
         last = lines[-1]
         best = next((line for line in lines if line["step"] == self.state.best_step), last)
         told = summarise(self.config, self.decoder, self.state, last, best, self.world)
-        write_json(self.folder.summary, told)
+        config.write_json(self.folder.summary, told)
         display.say(
             f"finished in {duration(self._seconds())}: validation loss {last['validation']['loss']:.4f}, "
             f"{told['tokens_per_second']:,.0f} tokens/s; the run is in {str(self.folder.path)!r}"
@@ -359,10 +358,6 @@ def memory_peak(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def write_json(path: Path, values: Any) -> None:
-    config.write_text(path, json.dumps(values, indent=2, allow_nan=False) + "\n")
 
 
 def _claim(run: RunFolder, asked: Config, record: DataRecord, stack: ExitStack) -> tuple[State, Path | None]:

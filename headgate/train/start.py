@@ -46,6 +46,11 @@ def _config(recipe: str | None, out: str | os.PathLike[str]) -> Config:
         return read_config(out)
     if "=" in recipe:
         raise HeadgateError(f"{recipe!r} stands where the recipe does; write headgate train RECIPE {recipe}")
+    return named_config(recipe)
+
+
+def named_config(recipe: str) -> Config:
+    """A recipe by its name, or the config in a file."""
     if recipe.endswith(".json") or Path(recipe).is_file():
         return config.load(Config, recipe)
     return get_recipe(recipe)

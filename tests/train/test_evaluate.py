@@ -94,6 +94,7 @@ def test_gate_statistics_are_those_of_the_gates(data: Path, micro: Config) -> No
         assert gate.spread == pytest.approx(values[0].std(correction=0).item(), abs=1e-6)
         assert gate.below_01 == pytest.approx((values[0] < 0.1).float().mean().item())
         assert gate.above_09 == pytest.approx((values[0] > 0.9).float().mean().item())
+        assert gate.by_head == pytest.approx(values[0].mean((0, 1)).tolist(), abs=1e-6)
         assert gate.below_01 > 0
         assert gate.above_09 > 0
     assert evaluate(headgate.build_model(micro, "full"), windows, tokens=24).gates == ()
