@@ -108,6 +108,7 @@ def evaluate(
     checkpoint: str = "last",
     data: str | None = None,
     device: str | None = None,
+    skip_below: tuple[float, ...] = (),
     json: bool = False,
 ) -> None:
     """Evaluate a run on the tokens of a split: loss, perplexity, bits per byte, loss by position, gates.
@@ -119,13 +120,24 @@ def evaluate(
         checkpoint: last, best, or a step.
         data: Where the run's data is now; where it was trained on when absent.
         device: Such as cpu or cuda; the GPU when there is one.
+        skip_below: Thresholds for gates: what each skips in decoding, the time it saves, the loss it costs.
         json: Print one JSON object instead of tables.
     """
     from headgate.train.evaluate import evaluate_run
     from headgate.train.progress import print_evaluation
 
+    skipped = []
     result = evaluate_run(run, split=split, tokens=tokens, which=checkpoint, data=data, device=device)
+    if skip_below:
+        from headgate.study.skipping import gate_skipping, print_skipping
+
+        skipped = gate_skipping(
+            run, skip_below, split=split, tokens=tokens, which=checkpoint, data=data, device=device
+        )
+        result["skipping"] = [threshold.to_dict() for threshold in skipped]
     print_evaluation(result, as_json=json)
+    if skipped and not json:
+        print_skipping(skipped)
 
 
 def bench(

@@ -97,6 +97,11 @@ class Mechanism(nn.Module):
         """Whether it has a gate that `skipping` can follow."""
         return False
 
+    def is_skipping(self, q: Tensor) -> bool:
+        """Whether what weighs nothing is not to be computed: for single tokens, where there is no
+        gradient."""
+        return self.skip_below > 0 and q.shape[2] == 1 and not torch.is_grad_enabled()
+
     @property
     def observed(self) -> bool:
         """Whether a probe is active, for values that cost something to compute."""
@@ -237,6 +242,13 @@ def skipping(model: nn.Module, below: float) -> Iterator[None]:
     finally:
         for mechanism, earlier in zip(mechanisms, before, strict=True):
             mechanism.skip_below = earlier
+
+
+def rounded(gate: Tensor, below: float, *, down: bool, up: bool) -> Tensor:
+    """The gate with values less than `below` away from 0 (`down`) or from 1 (`up`) set to it."""
+    if down:
+        gate = gate.masked_fill(gate < below, 0.0)
+    return gate.masked_fill(gate > 1 - below, 1.0) if up else gate
 
 
 def head_weights(gate: Tensor) -> Tensor:
