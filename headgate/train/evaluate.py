@@ -5,13 +5,14 @@ import math
 import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from headgate.config import finite
+from headgate.config import Config, finite
 from headgate.data.loader import IGNORED, Windows
 from headgate.data.shards import open_split
 from headgate.errors import HeadgateError
@@ -134,6 +135,35 @@ def autocast(device: torch.device, precision: str) -> torch.autocast:
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
 
 
+@dataclass(frozen=True)
+class OpenedRun:
+    """A checkpoint of a run, and the tokens to judge it by."""
+
+    settings: Config
+    checkpoint: Path
+    windows: Windows
+
+
+def open_run(
+    run: str | os.PathLike[str],
+    *,
+    split: str = "val",
+    which: str = "last",
+    data: str | os.PathLike[str] | None = None,
+) -> OpenedRun:
+    """A checkpoint of a run folder (`which`: last, best or a step) and a split of the data it was trained
+    on."""
+    settings, record = read_config(run), read_data(run)
+    folder = checkpoint.find(RunFolder(run), which)
+    source = record.folder if data is None else data
+    trained_on = [open_split(source, name, verify=False) for name in ("train", "val")]
+    if describe_data(source, *trained_on).fingerprint != record.fingerprint:
+        raise HeadgateError(
+            f"{str(source)!r} is not the data that {str(run)!r} was trained on; give that with --data"
+        )
+    return OpenedRun(settings, folder, Windows(open_split(source, split), settings.train.context))
+
+
 def evaluate_run(
     run: str | os.PathLike[str],
     *,
@@ -146,29 +176,22 @@ def evaluate_run(
     """Evaluate a checkpoint of a run folder (`which`: last, best or a step) on a split of its data."""
     if tokens is not None and tokens < 1:
         raise HeadgateError(f"tokens={tokens} is too small; expected at least 1, or none for all")
-    settings, record = read_config(run), read_data(run)
-    folder = checkpoint.find(RunFolder(run), which)
-    source = record.folder if data is None else data
-    trained_on = [open_split(source, name, verify=False) for name in ("train", "val")]
-    if describe_data(source, *trained_on).fingerprint != record.fingerprint:
-        raise HeadgateError(
-            f"{str(source)!r} is not the data that {str(run)!r} was trained on; give that with --data"
-        )
-    windows = Windows(open_split(source, split), settings.train.context)
+    opened = open_run(run, split=split, which=which, data=data)
+    train = opened.settings.train
     with join(device) as world:
-        decoder = load(folder).to(world.device)
+        decoder = load(opened.checkpoint).to(world.device)
         result = evaluate(
             decoder,
-            windows,
+            opened.windows,
             tokens=tokens,
-            batch_size=settings.train.batch_size,
-            precision=settings.train.precision,
+            batch_size=train.batch_size,
+            precision=train.precision,
             world=world,
         )
     return {
         "run": str(run),
-        "checkpoint": folder.name,
-        "step": checkpoint.read_state(folder).step,
+        "checkpoint": opened.checkpoint.name,
+        "step": checkpoint.read_state(opened.checkpoint).step,
         "split": split,
         **result.to_dict(),
     }
