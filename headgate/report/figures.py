@@ -129,7 +129,16 @@ def _finish(chart: Any, height: Any = HEIGHT) -> dict[str, Any]:
 def figures(results: Mapping[str, Any]) -> dict[str, Figure]:
     """Every figure that the results have anything for, by name."""
     painter = Painter([variant["label"] for variant in results["variants"]])
-    makers = (differences, curves, loss_against_cost, cost_against_length, positions, ablations, skipping)
+    makers = (
+        differences,
+        curves,
+        loss_against_cost,
+        cost_against_length,
+        positions,
+        answers,
+        ablations,
+        skipping,
+    )
     made = [figure for maker in makers if (figure := maker(results, painter)) is not None]
     made += [figure for maker in (heads, movement) if (figure := maker(results)) is not None]
     return {figure.name: figure for figure in made if figure.views}
@@ -360,6 +369,34 @@ def positions(results: Mapping[str, Any], painter: Painter) -> Figure | None:
     return Figure("positions", "Loss by position in the context", caption, views)
 
 
+def answers(results: Mapping[str, Any], painter: Painter) -> Figure | None:
+    """On data that asks for answers: how many are right, by how far back the key stands."""
+    rows = [
+        {"label": v["label"], "distance": place["first"], "last": place["end"] - 1, **place}
+        for v in results["variants"]
+        for place in (v["answers"] or {"by_distance": []})["by_distance"]
+    ]
+    if not rows:
+        return None
+    x = alt.X("distance:Q", title="distance to the key, in tokens", scale=alt.Scale(type="log", base=2))
+    tooltip = [
+        alt.Tooltip("label:N", title="variant"),
+        alt.Tooltip("distance:Q", title="from distance"),
+        alt.Tooltip("last:Q", title="to distance"),
+        alt.Tooltip("mean:Q", title="right", format=".1%"),
+    ]
+    whole = alt.Scale(domain=[0, 1])
+    views = {
+        "": painter.lines(
+            rows, x, ("mean", "share of right answers"), tooltip, scale=whole, band=("low", "high")
+        )
+    }
+    caption = (
+        "Mean over the seeds, with its 95% interval. What a window cannot reach shows as a fall to the right."
+    )
+    return Figure("answers", "Answers by distance", caption, views)
+
+
 def ablations(results: Mapping[str, Any], painter: Painter) -> Figure | None:
     """Each mechanism that has ablations here, beside them."""
     families = dict.fromkeys(v["mechanism"] for v in results["variants"] if v["ablation"])
@@ -430,13 +467,13 @@ def skipping(results: Mapping[str, Any], painter: Painter) -> Figure | None:
         return None
     tooltip = [
         alt.Tooltip("label:N", title="variant"),
-        alt.Tooltip("threshold:Q"),
+        alt.Tooltip("skip_below:Q", title="gates below"),
         alt.Tooltip("skipped:Q", title="share skipped", format=".1%"),
-        alt.Tooltip("loss_difference:Q", title="loss it costs", format="+.4f"),
-        alt.Tooltip("speed:Q", title="decoding speed", format=".2f"),
+        alt.Tooltip("loss_cost:Q", title="loss it costs", format="+.4f"),
+        alt.Tooltip("time:Q", title="time a decoded token", format=".2f"),
     ]
     x = alt.X("skipped:Q", title="share not computed", axis=alt.Axis(format="%"))
-    y = ("loss_difference", "loss it costs")
+    y = ("loss_cost", "loss it costs")
     caption = "Each point is a threshold: what a gate weighs less than that is not computed at decoding."
     views = {"": painter.lines(rows, x, y, tooltip, rule=0.0)}
     return Figure("skipping", "Computation that follows the gate", caption, views)
