@@ -24,7 +24,7 @@ SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down"
 HEIGHT = 300
 FROM_ZERO = alt.Scale(zero=True)
 ANYWHERE = alt.Scale(zero=False)
-LOGARITHMIC = alt.Scale(type="log")
+LOGARITHMIC = alt.Scale(type="log", nice=False, padding=12)
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Painter:
         points = chart.mark_point(filled=True, size=90, opacity=1).encode(
             alt.X("mean:Q", title=title), y, self.colour, self.shape, tooltip=tooltip
         )
-        return _finish(alt.layer(_level(rule, "x"), span, points), height={"step": 30})
+        return _finish(alt.layer(_level(rule, "x"), span, points), height=30 * len(rows))
 
 
 def _level(at: float, axis: str) -> alt.Chart:
@@ -118,7 +118,7 @@ def _level(at: float, axis: str) -> alt.Chart:
     return alt.Chart(alt.Data(values=[{"at": at}])).mark_rule(strokeDash=[4, 4], opacity=0.6).encode(channel)
 
 
-def _finish(chart: Any, height: Any = HEIGHT) -> dict[str, Any]:
+def _finish(chart: Any, height: int = HEIGHT) -> dict[str, Any]:
     sized = chart.properties(
         width="container", height=height, autosize={"type": "fit-x", "contains": "padding"}
     )
@@ -439,7 +439,7 @@ def heads(results: Mapping[str, Any]) -> Figure | None:
             color=alt.condition("datum.gate > 0.55", alt.value("#111111"), alt.value("#f4f4f4")),
         )
         layers = (cells, numbers) if len(rows) <= 160 else (cells,)
-        views[variant["label"]] = _finish(alt.layer(*layers), height={"step": 26})
+        views[variant["label"]] = _finish(alt.layer(*layers), height=26 * len(variant["gates"]["heads"]))
     caption = "Mean gate of each head at the end of training, over the seeds and the first evaluated batch."
     return Figure("heads", "The gates by layer and head", caption, views)
 
@@ -451,7 +451,7 @@ def movement(results: Mapping[str, Any]) -> Figure | None:
         if not rows:
             continue
         chart = alt.Chart(alt.Data(values=rows)).encode(
-            alt.X("tokens:Q", title="training tokens", axis=alt.Axis(format="~s")),
+            alt.X("tokens:Q", title="training tokens", axis=alt.Axis(format="~s"), scale=FROM_ZERO),
             alt.Y("mean:Q", title="mean gate of the layer", scale=alt.Scale(domain=[0, 1])),
             alt.Color("layer:O", title="layer", scale=alt.Scale(scheme="viridis")),
             tooltip=["layer:O", alt.Tooltip("tokens:Q", format=",.0f"), alt.Tooltip("mean:Q", format=".3f")],
