@@ -142,7 +142,7 @@ class ContextAdaptive(Mechanism):
         token, and no normed copy of x is kept for the backward pass."""
         assert self.gate is not None
         norm, first = cast(nn.RMSNorm, self.gate[0]), cast(nn.Linear, self.gate[1])
-        wide = x.float()
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
         scale = (
             (torch.linalg.vecdot(wide, wide)[..., None] / x.shape[-1] + (norm.eps or 0.0)).rsqrt().to(x.dtype)
         )

@@ -157,7 +157,7 @@ def test_toggles_and_keyboard(browser: Any, report: Path) -> None:
     )
 
     def axis() -> str:
-        return str(page.locator("#chart-curves .role-axis-title").first.inner_text())
+        return str(page.locator("#chart-curves .role-axis-title").first.text_content())
 
     assert axis() == "training tokens"
     page.locator("[data-figure=curves][value='by tokens']").focus()
