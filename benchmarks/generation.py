@@ -115,9 +115,7 @@ def beside_transformers(recipes: list[str], prompts: list[int], new: int, rounds
             options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
             cases = {
                 "ours": Timed(lambda d=decoder, t=tokens: d.generate(t, new, temperature=0)[0].tokens),  # type: ignore[misc]
-                "theirs": Timed(
-                    lambda t=tokens, m=theirs, o=options: m.generate(t, **o)[0, -new:].tolist()
-                ),  # type: ignore[misc]
+                "theirs": Timed(lambda t=tokens, m=theirs, o=options: m.generate(t, **o)[0, -new:].tolist()),  # type: ignore[misc]
             }
             same = sum(a == b for a, b in zip(cases["ours"].run(), cases["theirs"].run(), strict=True))
             in_turns(cases, rounds)
