@@ -172,6 +172,19 @@ def test_draws_follow_their_definition(sampling: Sampling) -> None:
     assert chi_square < freedom + 4 * math.sqrt(2 * freedom) + 12
 
 
+def test_top_p_looks_as_far_as_it_must() -> None:
+    """Of a large vocabulary a part is looked at first; a flat distribution needs more of it."""
+    size = 5000
+    draws = {}
+    for scale in (0.01, 3.0):
+        logits = torch.randn(size, generator=torch.Generator().manual_seed(3)) * scale
+        kept = {token for token, p in enumerate(defined(logits, set(), Sampling(top_p=0.9))) if p > 0}
+        sampler = Sampler(Sampling(top_p=0.9), [torch.tensor([0])] * 400, size)
+        draws[scale] = set(sampler(logits.expand(400, -1), list(range(400))).tolist())
+        assert draws[scale] <= kept
+    assert len(draws[0.01]) > 300 > len(draws[3.0]) > 20
+
+
 def test_greedy_takes_the_highest_logit_after_the_penalty() -> None:
     logits = torch.tensor([[2.0, 1.9, -1.0], [-0.5, -0.4, -0.65]])
     sampler = Sampler(
