@@ -131,9 +131,9 @@ def defined(logits: Tensor, occurred: set[int], s: Sampling) -> list[float]:
             break
         kept.append(token)
         mass += weights[token] / total
-    kept = [token for token in kept if weights[token] >= (s.min_p or 0) * weights[order[0]]]
-    total = sum(weights[token] for token in kept)
-    return [weights[token] / total if token in kept else 0.0 for token in range(len(scores))]
+    left = {token for token in kept if weights[token] >= (s.min_p or 0) * weights[order[0]]}
+    total = sum(weights[token] for token in left)
+    return [weights[token] / total if token in left else 0.0 for token in range(len(scores))]
 
 
 @pytest.mark.parametrize(
