@@ -47,6 +47,14 @@ def test_500_cached_tokens_are_the_uncached_ones(mechanism: str) -> None:
     assert len(set(new)) > 20
 
 
+@pytest.mark.parametrize("mechanism", variants())
+def test_half_precision_generates_too(mechanism: str) -> None:
+    decoder = small_decoder(mechanism).bfloat16()
+    skip_below = 0.4 if decoder.layers[0].attention.mechanism.skips else None
+    completions = decoder.generate([prompt(3), prompt(PREFIX + WINDOW)], 4, skip_below=skip_below)
+    assert [len(c.tokens) for c in completions] == [4, 4]
+
+
 @pytest.mark.parametrize("mechanism", ["full", "dynamic-sparse", "local", "head-gated"])
 def test_single_precision_chooses_what_is_likeliest_but_for_rounding(mechanism: str) -> None:
     """fp32 and a head width of 16 take the native kernels where they are built."""
