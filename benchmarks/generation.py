@@ -2,19 +2,24 @@
 
     python benchmarks/generation.py --threads 1
 
-Three tables, each from one run whose cases take turns, so that whatever else the machine does meets all of
-them. Told are the medians of the rounds' ratios with their quartiles, by the clock and by the processor's own
-time, which a busy machine disturbs less.
+Four tables. The times are each from one run whose cases take turns, so that whatever else the machine does
+meets all of them. Told are the medians of the rounds' ratios with their quartiles, by the clock and by the
+processor's own time, which a busy machine disturbs less.
 
 1. `full` against Qwen3ForCausalLM.generate with the same weights, which gives the same tokens: whole calls,
    prompt and all.
 2. Mechanisms with a window: time a decoded token and bytes of the cache at a context of 65,536 tokens against
    2,048. `full` stands beside them to show what the window saves.
 3. Skipping closed gates: time a decoded token when a share of dynamic-sparse's heads is closed.
+4. Peak memory of a prompt, above that of the model, run in chunks and at once, each in a fresh process.
 """
 
 import argparse
+import json
+import resource
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -202,6 +207,31 @@ def closed_gates(config: ModelConfig, mechanism: str, context: int, count: int, 
             print(f"{name:44}{ratio(case, cases['all'])}", flush=True)
 
 
+def memory_of_prompts(prompts: list[tuple[str, int]]) -> None:
+    print("\npeak memory of a prompt above the model's, MB")
+    print(f"{'':44}{'chunks of 512':>20}{'all at once':>20}{'its cache':>12}")
+    for mechanism, length in prompts:
+        told = []
+        for chunk in (512, length):
+            question = [sys.executable, __file__, "--peak", mechanism, str(length), str(chunk)]
+            done = subprocess.run(question, capture_output=True, text=True, check=True)
+            told.append(json.loads(done.stdout))
+        name = f"{mechanism}, {length:,} tokens"
+        print(
+            f"{name:44}{told[0][0] / 1e6:20.0f}{told[1][0] / 1e6:20.0f}{told[0][1] / 1e6:12.0f}", flush=True
+        )
+
+
+def peak(mechanism: str, length: int, chunk: int) -> tuple[int, int]:
+    """Bytes at the peak of a prompt and of its cache, in this process."""
+    torch.set_num_threads(1)
+    decoder = headgate.build_model(replace(get_recipe("small").model, shared_options={}), mechanism)
+    filled(decoder, 3)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    cache = filled(decoder, length, chunk)
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024, cache.bytes
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -213,8 +243,12 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=64, help="tokens that a generate call makes")
     parser.add_argument("--contexts", type=int, nargs=2, default=[2048, 65_536])
     parser.add_argument("--mechanisms", nargs="+", default=["dynamic-sparse", "local"])
-    parser.add_argument("--tables", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--tables", type=int, nargs="+", default=[1, 2, 3, 4])
+    parser.add_argument("--peak", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.peak:
+        print(json.dumps(peak(options.peak[0], int(options.peak[1]), int(options.peak[2]))))
+        return
     torch.set_num_threads(options.threads)
     config = get_recipe("small").model
     print(f"{options.threads} threads, {options.rounds} rounds, torch {torch.__version__}")
@@ -225,6 +259,8 @@ def main() -> None:
         long_and_short(config, options.mechanisms, contexts, 16, options.rounds)
     if 3 in options.tables:
         closed_gates(config, "dynamic-sparse:window=null", 8192, 16, options.rounds)
+    if 4 in options.tables:
+        memory_of_prompts([("full", 8192), ("dynamic-sparse", 32_768)])
 
 
 if __name__ == "__main__":
