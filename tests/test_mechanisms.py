@@ -202,8 +202,9 @@ def through_cache(mechanism: Mechanism, inputs: dict[str, Tensor], sizes: list[i
                 mechanism(x, q, k, v, start=cache.start, **({"state": states[0]} if states else {}))
             )
             done += size
-            cache.drop_before(mechanism.first_key(done))
-            assert len(cache) == done - mechanism.first_key(done)
+            cache.drop_before(mechanism.first_key(done), keep=mechanism.first_keys)
+            first = mechanism.first_key(done)
+            assert len(cache) == done - first + min(first, mechanism.first_keys)
     return torch.cat(outputs, 2)
 
 

@@ -76,6 +76,15 @@ class Mechanism(nn.Module):
         it."""
         raise NotImplementedError
 
+    @property
+    def first_keys(self) -> int:
+        """How many of the sequence's first keys the cache keeps besides, for ever.
+
+        A mechanism that has some sees them right before the others, as if those dropped in between had never
+        been, and `start` is 0: so nothing but distances within the window may matter to it.
+        """
+        return 0
+
     def pairs(self, length: int) -> int:
         """How many query-key pairs a head evaluates over `length` tokens."""
         raise NotImplementedError
