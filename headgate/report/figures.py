@@ -151,7 +151,7 @@ def differences(results: Mapping[str, Any], painter: Painter) -> Figure | None:
         if v["difference"]["mean"] is not None
     ]
     order = [row["label"] for row in sorted(rows, key=lambda row: row["mean"])]
-    title = f"loss minus that of {results['baseline']}, same seed (nats a token); left of 0 is better"
+    title = f"loss minus that of {results['baseline']}; left of 0 is better"
     views = {"": painter.intervals(rows, "difference", title, order, rule=0.0)} if rows else {}
     caption = (
         "Mean over the seeds with its 95% interval. The interval is each variant's own; the verdict is "
@@ -408,7 +408,7 @@ def ablations(results: Mapping[str, Any], painter: Painter) -> Figure | None:
             if v["mechanism"] == family and v["difference"]["mean"] is not None
         ]
         if rows:
-            title = f"loss minus that of {results['baseline']}, same seed; left of 0 is better"
+            title = f"loss minus that of {results['baseline']}; left of 0 is better"
             order = [row["label"] for row in rows]
             views[family] = painter.intervals(rows, "difference", title, order, rule=0.0)
     caption = "What is left of a mechanism's difference when a part of it is taken away."
