@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from headgate.config import RunOptions
 from headgate.errors import HeadgateError, suggestion
@@ -128,6 +128,33 @@ def evaluate(
     print_evaluation(result, as_json=json)
 
 
+def convert(
+    source: str,
+    out: str,
+    /,
+    *,
+    to: Literal["headgate", "qwen"] = "headgate",
+    mechanism: str | None = None,
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None,
+) -> None:
+    """Turn a Hugging Face Qwen2, Qwen2.5 or Qwen3 into headgate's form, or back; change its attention.
+
+    Args:
+        source: A Hugging Face folder, a run folder, a checkpoint, or a .safetensors file of headgate.
+        out: The folder to write; it must not exist, or be empty.
+        to: headgate (transformers reads it too, with headgate.model.hf imported), or plain qwen.
+        mechanism: The attention of all layers from now on, such as 'dynamic-sparse:window=512'; it starts as
+            full attention where it can.
+        dtype: Of the weights; as in the source when absent.
+    """
+    from headgate.model.convert import convert
+
+    done = convert(source, out, to=to, mechanism=mechanism, dtype=dtype)
+    print(f"{done.source} -> {done.form}: {done.parameters:,} parameters in {done.dtype}, in {out!r}")
+    for change in done.changes:
+        print(change)
+
+
 def bench(
     *,
     lengths: tuple[int, ...] = (512, 1024, 2048, 4096),
@@ -189,6 +216,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "prepare": prepare,
     "train": train,
     "evaluate": evaluate,
+    "convert": convert,
     "bench": bench,
 }
 

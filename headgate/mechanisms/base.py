@@ -85,6 +85,14 @@ class Mechanism(nn.Module):
         """Fill the parameter called `name` inside this mechanism; by default as the rest of the decoder."""
         initialise_parameter(name, parameter, generator)
 
+    def open(self) -> float:
+        """Fill the parameters so that the mechanism starts as full attention, as far as it can.
+
+        Weights that were trained with full attention are retrofitted this way. Returns at how many of the
+        first positions it then computes what full attention does: math.inf for all, 0 for none.
+        """
+        return 0
+
     def observe(self, name: str, value: Tensor) -> None:
         """Hand a value to an active `headgate.probe`; does nothing otherwise."""
         if self._observer is not None:
@@ -209,6 +217,18 @@ def probe(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
     finally:
         for (_, mechanism), earlier in zip(mechanisms, before, strict=True):
             mechanism._observer = earlier
+
+
+OPEN = 10.0
+"""Bias of an open gate: 1 - sigmoid(10) = 5e-5, which leaves a model's logits alone to about 5e-4. A larger
+one would be nearer to the identity, and learn later: the gate's gradient shrinks with it as exp(-bias)."""
+
+
+@torch.no_grad()
+def open_gate(gate: nn.Linear, bias: float = OPEN) -> None:
+    """Make a gate the same for every input: sigmoid(bias). Its weights, at 0, still have a gradient."""
+    gate.weight.zero_()
+    gate.bias.fill_(bias)
 
 
 def head_weights(gate: Tensor) -> Tensor:

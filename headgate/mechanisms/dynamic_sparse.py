@@ -9,6 +9,7 @@ The paper windows "sequences longer than 512". Taken per sequence, an early toke
 many tokens follow it, and no KV cache could work; taken per token, on its own prefix, it does not.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from headgate import ops
 from headgate.config import require_at_least
-from headgate.mechanisms.base import Heads, Mechanism, MechanismOptions, head_weights, register
+from headgate.mechanisms.base import Heads, Mechanism, MechanismOptions, head_weights, open_gate, register
 from headgate.ops import reference
 
 
@@ -69,6 +70,12 @@ class DynamicSparse(Mechanism):
         gate = self.gate(x).sigmoid()
         self.observe("gate", gate)
         return head_weights(gate) * attended
+
+    def open(self) -> float:
+        if self.gate is not None:
+            open_gate(self.gate)
+        o = self.options
+        return math.inf if o.window is None else max(o.dense_prefix, o.window + 1)
 
     def first_key(self, position: int) -> int:
         o = self.options

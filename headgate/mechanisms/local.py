@@ -43,6 +43,9 @@ class Local(Mechanism):
             0
         ]
 
+    def open(self) -> float:
+        return self.options.window + 1 + self.options.global_tokens
+
     def first_key(self, position: int) -> int:
         return 0 if self.options.global_tokens else max(0, position - self.options.window)
 

@@ -248,27 +248,10 @@ def with_mechanism(
 def load(path: str | os.PathLike[str]) -> Decoder:
     """The decoder in a safetensors file that `Decoder.save` wrote, in a folder with a model.safetensors such
     as a checkpoint, or in the latest checkpoint of a run folder."""
-    path = Path(path)
-    file = path / "model.safetensors" if path.is_dir() else path
-    if not file.is_file():
-        saved = sorted(path.glob("checkpoints/step-*/model.safetensors"))
-        if not saved:
-            raise HeadgateError(
-                f"{str(path)!r} holds no model; expected a .safetensors file, a folder with "
-                "model.safetensors, or a run folder with a checkpoint"
-            )
-        file = saved[-1]
-    try:
-        with safe_open(file, framework="pt") as opened:
-            metadata = opened.metadata() or {}
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise HeadgateError(
-            f"{str(file)!r} is not a whole safetensors file ({error}); write it with Decoder.save"
-        ) from None
-    if "headgate" not in metadata:
-        raise HeadgateError(f"{str(file)!r} has no headgate config in its header; write it with Decoder.save")
-    config = from_dict(ModelConfig, json.loads(metadata["headgate"]))
+    file = model_file(path)
+    config = header_config(file)
+    with safe_open(file, framework="pt") as opened:
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     with torch.device("meta"):
         decoder = Decoder(config)
     expected = {name: tuple(tensor.shape) for name, tensor in decoder.state_dict().items()}
@@ -281,3 +264,32 @@ def load(path: str | os.PathLike[str]) -> Decoder:
             )
     decoder.load_state_dict(tensors, assign=True)
     return decoder
+
+
+def model_file(path: str | os.PathLike[str]) -> Path:
+    """The safetensors file that `load` reads for a path."""
+    path = Path(path)
+    file = path / "model.safetensors" if path.is_dir() else path
+    if file.is_file():
+        return file
+    saved = sorted(path.glob("checkpoints/step-*/model.safetensors"))
+    if not saved:
+        raise HeadgateError(
+            f"{str(path)!r} holds no model; expected a .safetensors file, a folder with "
+            "model.safetensors, or a run folder with a checkpoint"
+        )
+    return saved[-1]
+
+
+def header_config(file: Path) -> ModelConfig:
+    """The config in the header of a file that `Decoder.save` wrote."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            metadata = opened.metadata() or {}
+    except SafetensorError as error:
+        raise HeadgateError(
+            f"{str(file)!r} is not a whole safetensors file ({error}); write it with Decoder.save"
+        ) from None
+    if "headgate" not in metadata:
+        raise HeadgateError(f"{str(file)!r} has no headgate config in its header; write it with Decoder.save")
+    return from_dict(ModelConfig, json.loads(metadata["headgate"]))
