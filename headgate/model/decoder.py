@@ -26,12 +26,19 @@ from headgate.recipes import get_recipe
 
 LOSS_CHUNK_ELEMENTS = 1 << 25
 """Logits held at once while the loss is computed: 128 MB in fp32."""
+FEW_TOKENS = 128
+"""Below this many tokens a layer's q, k and v are three products; from there on they are one."""
+Held = Sequence[tuple[slice | Tensor, LayerCache]]
+"""What a layer has in the cache: for each group of rows, which rows of the batch they are, and their keys."""
 
 
 def rotation(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """RoPE's cosines and sines (T,D/2), in fp32 whatever the model's dtype."""
+    """RoPE's cosines and sines, in fp32 whatever the model's dtype: (T,D/2), or (B,1,T,D/2) for positions
+    (B,T)."""
     exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
-    angle = positions[:, None].float() * theta**-exponent
+    angle = positions[..., None].float() * theta**-exponent
+    if positions.ndim == 2:
+        angle = angle[:, None]
     return angle.cos(), angle.sin()
 
 
@@ -62,22 +69,34 @@ class Attention(nn.Module):
         options = make_options(spec.name, spec.options, config.shared_options)
         self.mechanism = MECHANISMS.get(spec.name)(Heads(c, h, g, d), options)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Held | None) -> Tensor:
         q, k, v = map(self._heads, self._project(x))
         q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
         if cache is None:
             out = self.mechanism(x, q, k, v)
+        elif len(cache) == 1:
+            out = self._continued(x, q, k, v, cache[0][1])
         else:
-            state = self.mechanism.key_state(k)
-            k, v, *states = cache.append(k, v, *(() if state is None else (state,)))
-            held = {"state": states[0]} if states else {}
-            out = self.mechanism(x, q, k, v, start=cache.start, **held)
-            cache.drop_before(self.mechanism.first_key(cache.start + k.shape[2]))
+            out = torch.empty_like(q)
+            for rows, held in cache:
+                out[rows] = self._continued(x[rows], q[rows], k[rows], v[rows], held)
         return cast(Tensor, self.o_proj(out.transpose(1, 2).flatten(2)))
 
+    def _continued(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache) -> Tensor:
+        """The attended values of tokens that follow those in the cache, which then holds them too."""
+        state = self.mechanism.key_state(k)
+        k, v, *states = cache.append(k, v, *(() if state is None else (state,)))
+        held = {"state": states[0]} if states else {}
+        out = self.mechanism(x, q, k, v, start=cache.start, **held)
+        cache.drop_before(self.mechanism.first_key(cache.start + k.shape[2]))
+        return cast(Tensor, out)
+
     def _project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Queries, keys and values in one product, which is faster than in three."""
+        """Queries, keys and values: in one product, which is faster than in three, unless the tokens are so
+        few that laying the weights together costs more."""
         parts = (self.q_proj, self.k_proj, self.v_proj)
+        if x.shape[0] * x.shape[1] < FEW_TOKENS:
+            return tuple(part(x) for part in parts)
         weight = torch.cat([part.weight for part in parts])
         bias = None if self.q_proj.bias is None else torch.cat([part.bias for part in parts])
         return F.linear(x, weight, bias).split([part.out_features for part in parts], dim=-1)
@@ -105,7 +124,7 @@ class Layer(nn.Module):
         self.mlp_norm = RMSNorm(config.d_model, eps=config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Held | None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin, cache)
         return cast(Tensor, x + self.mlp(self.mlp_norm(x)))
 
@@ -164,17 +183,22 @@ class Decoder(nn.Module):
             raise HeadgateError(
                 f"tokens have shape {tuple(tokens.shape)}; expected (B,T) with at least one token"
             )
-        first = 0 if cache is None else cache.length
-        positions = torch.arange(first, first + tokens.shape[1], device=tokens.device)
+        if cache is None:
+            positions, groups = torch.arange(tokens.shape[1], device=tokens.device), None
+        else:
+            cache.claim(tokens.shape[0])
+            positions = cache.positions(tokens.shape[1], tokens.device)
+            groups = cache.parts(tokens.device)
         cos, sin = rotation(positions, self.config.head_dim, self.config.rope_theta)
         x = self.embedding(tokens)
         for n, layer in enumerate(self.layers):
             if self.recompute and torch.is_grad_enabled():
                 x = checkpoint(layer, x, cos, sin, None, use_reentrant=False)
             else:
-                x = layer(x, cos, sin, None if cache is None else cache.layers[n])
+                held = None if groups is None else [(rows, group.layers[n]) for rows, group in groups]
+                x = layer(x, cos, sin, held)
         if cache is not None:
-            cache.length += tokens.shape[1]
+            cache.advance(tokens.shape[1])
         return cast(Tensor, self.norm(x))
 
     @property
