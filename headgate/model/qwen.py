@@ -89,7 +89,7 @@ def _rope_theta(s: QwenSettings, where: str) -> float:
     theta = rope.pop("rope_theta", 1e4 if s.rope_theta is None else s.rope_theta)
     if kind != "default" or rope.pop("partial_rotary_factor", 1) not in (1, None):
         raise HeadgateError(
-            f"{where!r} asks for RoPE with {asked}; headgate computes plain RoPE alone, so remove the scaling "
+            f"{where!r} asks for RoPE with {asked}; headgate computes plain RoPE alone, so remove it "
             "if the context need not be stretched"
         )
     if not isinstance(theta, (int, float)) or isinstance(theta, bool) or any(map(_is_mapping, rope.values())):
