@@ -5,7 +5,7 @@ the keys and values known so far, of which the first has position `start` and th
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeVar
@@ -162,12 +162,13 @@ def build_mechanism(
     return mechanism
 
 
-def initialise(module: nn.Module, seed: int) -> None:
+def initialise(module: nn.Module, seed: int, *, skip: Container[str] = ()) -> None:
     """Fill every parameter from a generator seeded by (seed, the parameter's name), so that two models share
-    bit for bit every weight they both have. Parameters on the meta device are left alone."""
+    bit for bit every weight they both have. Parameters on the meta device, and those to skip, are left alone.
+    """
     mechanisms = {name: m for name, m in module.named_modules() if isinstance(m, Mechanism)}
     for name, parameter in module.named_parameters():
-        if parameter.is_meta:
+        if parameter.is_meta or name in skip:
             continue
         digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=True))

@@ -315,7 +315,8 @@ def _describe_tokenizer(folder: Path) -> dict[str, Any]:
     added = _read_json(folder / "tokenizer.json").get("added_tokens") or []
     special = {token["content"]: token["id"] for token in added if token.get("special")}
     ends = [END_OF_TEXT] if END_OF_TEXT in special else list(special) if len(special) == 1 else []
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    settings["model_input_names"] = ["input_ids", "attention_mask"]
     settings |= {role: ends[0] for role in ("eos_token", "pad_token") if ends}
     write_text(folder / "tokenizer_config.json", json.dumps(settings, indent=2) + "\n")
     return {"eos_token_id": special[ends[0]], "pad_token_id": special[ends[0]]} if ends else {}

@@ -165,6 +165,10 @@ class Decoder(nn.Module):
         if targets.shape != tokens.shape:
             given, expected = tuple(targets.shape), tuple(tokens.shape)
             raise HeadgateError(f"targets have shape {given}; expected the tokens' shape {expected}")
+        return self.loss(x, targets, reduction=reduction)
+
+    def loss(self, x: Tensor, targets: Tensor, *, reduction: Literal["mean", "sum", "none"]) -> Tensor:
+        """The cross-entropy of final states (B,T,C), as `forward` gives it."""
         chunk = max(64, min(1024, LOSS_CHUNK_ELEMENTS // self.config.vocab_size))
         options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=min(chunk, targets.numel()))
         loss = F.linear_cross_entropy(
@@ -315,5 +319,8 @@ def header_config(file: Path) -> ModelConfig:
             f"{str(file)!r} is not a whole safetensors file ({error}); write it with Decoder.save"
         ) from None
     if "headgate" not in metadata:
-        raise HeadgateError(f"{str(file)!r} has no headgate config in its header; write it with Decoder.save")
+        raise HeadgateError(
+            f"{str(file)!r} has no headgate config in its header; write it with Decoder.save, or "
+            "turn it into one with headgate convert"
+        )
     return from_dict(ModelConfig, json.loads(metadata["headgate"]))
