@@ -80,6 +80,7 @@ def train(
     out: str,
     data: str | None = None,
     mechanism: str | None = None,
+    init: str | None = None,
     override: tuple[str, ...] = (),
     options: RunOptions = RunOptions(),  # noqa: B008 - frozen
 ) -> None:
@@ -90,11 +91,12 @@ def train(
         out: The run folder.
         data: A folder that `headgate prepare` wrote; that of the run when absent.
         mechanism: The attention of all layers, such as 'dynamic-sparse:window=64,gate=open'.
+        init: Begin with the weights of this folder, such as `headgate convert` writes; its model is trained.
         override: A setting that differs, such as train.steps=100; the word alone says it too.
     """
     from headgate.train.start import start
 
-    stopped_by = start(recipe, override, out=out, data=data, mechanism=mechanism, options=options)
+    stopped_by = start(recipe, override, out=out, data=data, mechanism=mechanism, init=init, options=options)
     if stopped_by:
         sys.exit(128 + stopped_by)
 
@@ -107,24 +109,28 @@ def evaluate(
     tokens: int | None = None,
     checkpoint: str = "last",
     data: str | None = None,
+    context: int | None = None,
     device: str | None = None,
     json: bool = False,
 ) -> None:
     """Evaluate a run on the tokens of a split: loss, perplexity, bits per byte, loss by position, gates.
 
     Args:
-        run: The run folder.
+        run: The run folder, or with --data and --context any folder or file that holds a model.
         split: val, test or train.
         tokens: Only so many from the beginning; all of them when absent.
         checkpoint: last, best, or a step.
         data: Where the run's data is now; where it was trained on when absent.
+        context: Tokens of a sequence; as many as in training when absent.
         device: Such as cpu or cuda; the GPU when there is one.
         json: Print one JSON object instead of tables.
     """
     from headgate.train.evaluate import evaluate_run
     from headgate.train.progress import print_evaluation
 
-    result = evaluate_run(run, split=split, tokens=tokens, which=checkpoint, data=data, device=device)
+    result = evaluate_run(
+        run, split=split, tokens=tokens, which=checkpoint, data=data, context=context, device=device
+    )
     print_evaluation(result, as_json=json)
 
 

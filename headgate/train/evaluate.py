@@ -5,6 +5,7 @@ import math
 import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,10 @@ import torch
 from torch import Tensor
 
 from headgate.data.loader import IGNORED, Windows
-from headgate.data.shards import open_split
+from headgate.data.shards import open_split, read_manifest
 from headgate.errors import HeadgateError
 from headgate.mechanisms.base import probe
-from headgate.model.decoder import Decoder, load
+from headgate.model.decoder import Decoder, load, model_file
 from headgate.train import checkpoint
 from headgate.train.distributed import World, join
 from headgate.train.folder import RunFolder, describe_data, read_config, read_data
@@ -138,37 +139,47 @@ def evaluate_run(
     tokens: int | None = None,
     which: str = "last",
     data: str | os.PathLike[str] | None = None,
+    context: int | None = None,
     device: str | None = None,
 ) -> dict[str, Any]:
-    """Evaluate a checkpoint of a run folder (`which`: last, best or a step) on a split of its data."""
-    if tokens is not None and tokens < 1:
-        raise HeadgateError(f"tokens={tokens} is too small; expected at least 1, or none for all")
-    settings, record = read_config(run), read_data(run)
-    folder = checkpoint.find(RunFolder(run), which)
-    source = record.folder if data is None else data
-    trained_on = [open_split(source, name, verify=False) for name in ("train", "val")]
-    if describe_data(source, *trained_on).fingerprint != record.fingerprint:
-        raise HeadgateError(
-            f"{str(source)!r} is not the data that {str(run)!r} was trained on; give that with --data"
-        )
-    windows = Windows(open_split(source, split), settings.train.context)
+    """Evaluate a checkpoint of a run folder (`which`: last, best or a step) on a split of its data, or any
+    other model on the data given."""
+    for name, value in (("tokens", tokens), ("context", context)):
+        if value is not None and value < 1:
+            raise HeadgateError(f"{name}={value} is too small; expected at least 1, or none for all")
+    if (Path(run) / "checkpoints").is_dir():
+        settings, record = read_config(run), read_data(run)
+        folder = checkpoint.find(RunFolder(run), which)
+        step = checkpoint.read_state(folder).step
+        source = record.folder if data is None else data
+        trained_on = [open_split(source, name, verify=False) for name in ("train", "val")]
+        if describe_data(source, *trained_on).fingerprint != record.fingerprint:
+            raise HeadgateError(
+                f"{str(source)!r} is not the data that {str(run)!r} was trained on; give that with --data"
+            )
+        context = settings.train.context if context is None else context
+        batch_size, precision = settings.train.batch_size, settings.train.precision
+    else:
+        folder, step, batch_size, precision = model_file(run), None, 1, "fp32"
+        if data is None or context is None:
+            raise HeadgateError(
+                f"{str(run)!r} is a model and no run, so it has no data and context of its own; give --data "
+                "and --context"
+            )
+        source = data
+    windows = Windows(open_split(source, split), context)
     with join(device) as world:
         decoder = load(folder).to(world.device)
+        manifest, known = read_manifest(source), decoder.config.vocab_size
+        if manifest is not None and manifest.tokenizer.vocab_size > known:
+            raise HeadgateError(
+                f"{str(source)!r} has {manifest.tokenizer.vocab_size} kinds of tokens, and the model knows "
+                f"{known}; prepare it with the model's tokenizer"
+            )
         result = evaluate(
-            decoder,
-            windows,
-            tokens=tokens,
-            batch_size=settings.train.batch_size,
-            precision=settings.train.precision,
-            world=world,
+            decoder, windows, tokens=tokens, batch_size=batch_size, precision=precision, world=world
         )
-    return {
-        "run": str(run),
-        "checkpoint": folder.name,
-        "step": checkpoint.read_state(folder).step,
-        "split": split,
-        **result.to_dict(),
-    }
+    return {"run": str(run), "checkpoint": folder.name, "step": step, "split": split, **result.to_dict()}
 
 
 def _uncompiled(decoder: Decoder) -> AbstractContextManager[None]:
