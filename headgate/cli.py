@@ -111,6 +111,7 @@ def evaluate(
     data: str | None = None,
     context: int | None = None,
     device: str | None = None,
+    skip_below: tuple[float, ...] = (),
     json: bool = False,
 ) -> None:
     """Evaluate a run on the tokens of a split: loss, perplexity, bits per byte, loss by position, gates.
@@ -123,15 +124,85 @@ def evaluate(
         data: Where the run's data is now; where it was trained on when absent.
         context: Tokens of a sequence; as many as in training when absent.
         device: Such as cpu or cuda; the GPU when there is one.
+        skip_below: Thresholds for gates: what each skips in decoding, the time it saves, the loss it costs.
         json: Print one JSON object instead of tables.
     """
     from headgate.train.evaluate import evaluate_run
     from headgate.train.progress import print_evaluation
 
+    skipped = []
     result = evaluate_run(
         run, split=split, tokens=tokens, which=checkpoint, data=data, context=context, device=device
     )
+    if skip_below:
+        from headgate.study.skipping import gate_skipping, print_skipping
+
+        skipped = gate_skipping(
+            run, skip_below, split=split, tokens=tokens, which=checkpoint, data=data, device=device
+        )
+        result["skipping"] = [threshold.to_dict() for threshold in skipped]
     print_evaluation(result, as_json=json)
+    if skipped and not json:
+        print_skipping(skipped)
+
+
+def generate(
+    run: str,
+    /,
+    *,
+    prompt: str,
+    max_new_tokens: int = 200,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    seed: int = 0,
+    skip_below: float | None = None,
+    checkpoint: str = "last",
+    tokenizer: str | None = None,
+    end_of_text: str | None = None,
+    device: str | None = None,
+) -> None:
+    """Continue a prompt with a trained model; the text comes out as it is written.
+
+    Args:
+        run: A run folder, a checkpoint folder or a model file.
+        prompt: The text to continue; - reads standard input.
+        max_new_tokens: Stop after so many, if the text has not ended before.
+        temperature: Below 1 likely tokens are preferred; 0 always takes the likeliest.
+        top_k: Draw from so many of the likeliest tokens alone.
+        top_p: Draw from the likeliest tokens that have this probability together.
+        min_p: Draw from the tokens at least this times as likely as the likeliest.
+        repetition_penalty: Above 1, tokens that occurred become less likely.
+        seed: Of the random numbers; the same seed gives the same text.
+        skip_below: Do not compute what gates below this let through.
+        checkpoint: last, best, or a step, of a run folder.
+        tokenizer: A tokenizer.json or a folder with one; the run's own when absent.
+        end_of_text: The token that ends a text; the tokenizer's own when absent.
+        device: Such as cpu or cuda; the GPU when there is one.
+    """
+    from headgate.prompt import open_model, read_prompt, write
+    from headgate.train.distributed import join
+
+    with join(device) as world:
+        decoder, words = open_model(run, which=checkpoint, tokenizer=tokenizer, end_of_text=end_of_text)
+        told = write(
+            decoder.to(world.device),
+            words,
+            read_prompt(prompt),
+            max_new_tokens,
+            say=lambda text: print(text, end="", flush=True),
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
+            skip_below=skip_below,
+        )
+    print()
+    print(told, file=sys.stderr)
 
 
 def convert(
@@ -222,6 +293,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "prepare": prepare,
     "train": train,
     "evaluate": evaluate,
+    "generate": generate,
     "convert": convert,
     "bench": bench,
 }

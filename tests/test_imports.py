@@ -15,7 +15,7 @@ LINES = [
     [*BASE, "data", "train"],
     [*BASE, "report"],
 ]
-TOP = {"cli", "catalogue", "__init__", "__main__"}  # they tie the rooms together
+TOP = {"cli", "catalogue", "prompt", "__init__", "__main__"}  # they tie the rooms together
 
 
 def imported_rooms(path: Path) -> set[str]:

@@ -57,6 +57,8 @@ class Mechanism(nn.Module):
         super().__init__()
         self.heads = heads
         self.options = options
+        self.skip_below = 0.0
+        """What a gate weighs less than this is left out; `skipping` sets it."""
         self._observer: Callable[[str, Tensor], None] | None = None
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0) -> Tensor:
@@ -97,6 +99,16 @@ class Mechanism(nn.Module):
         """Hand a value to an active `headgate.probe`; does nothing otherwise."""
         if self._observer is not None:
             self._observer(name, value)
+
+    @property
+    def skips(self) -> bool:
+        """Whether it has a gate that `skipping` can follow."""
+        return False
+
+    def is_skipping(self, q: Tensor) -> bool:
+        """Whether what weighs nothing is not to be computed: for single tokens, where there is no
+        gradient."""
+        return self.skip_below > 0 and q.shape[2] == 1 and not torch.is_grad_enabled()
 
     @property
     def observed(self) -> bool:
@@ -230,6 +242,34 @@ def open_gate(gate: nn.Linear, bias: float = OPEN) -> None:
     """Make a gate the same for every input: sigmoid(bias). Its weights, at 0, still have a gradient."""
     gate.weight.zero_()
     gate.bias.fill_(bias)
+
+
+@contextmanager
+def skipping(model: nn.Module, below: float) -> Iterator[None]:
+    """Inside, what a gate of the mechanisms weighs less than `below` counts as nothing, and when single
+    tokens are decoded it is not computed."""
+    if not 0 <= below <= 0.5:
+        raise HeadgateError(f"skip_below={below} is out of range; expected 0, which skips nothing, to 0.5")
+    mechanisms = [m for m in model.modules() if isinstance(m, Mechanism) and m.skips]
+    if below and not mechanisms:
+        raise HeadgateError(
+            f"skip_below={below} would do nothing: no mechanism of this model has a learned gate to follow"
+        )
+    before = [m.skip_below for m in mechanisms]
+    for mechanism in mechanisms:
+        mechanism.skip_below = below
+    try:
+        yield
+    finally:
+        for mechanism, earlier in zip(mechanisms, before, strict=True):
+            mechanism.skip_below = earlier
+
+
+def rounded(gate: Tensor, below: float, *, down: bool, up: bool) -> Tensor:
+    """The gate with values less than `below` away from 0 (`down`) or from 1 (`up`) set to it."""
+    if down:
+        gate = gate.masked_fill(gate < below, 0.0)
+    return gate.masked_fill(gate > 1 - below, 1.0) if up else gate
 
 
 def head_weights(gate: Tensor) -> Tensor:

@@ -14,8 +14,10 @@ its recall of the exact top k ("recall").
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -30,6 +32,7 @@ from headgate.mechanisms.base import (
     open_gate,
     register,
     require_all_keys,
+    rounded,
 )
 from headgate.ops import reference
 
@@ -90,23 +93,37 @@ class ContextAdaptive(Mechanism):
         require_all_keys("context-adaptive", start)
         if o.gate == "global":
             return self._global(q, k, v)
-        local, everything = self._local(x, q, k, v, start), self._global(q, k, v)
         if self.gate is None:
-            return (local + everything) / 2
+            return (self._local(x, q, k, v, start) + self._global(q, k, v)) / 2
         gate = self.gate(x).sigmoid()
         self.observe("gate", gate)
+        if self.skip_below:
+            gate = rounded(gate, self.skip_below, down=True, up=True)
+            if self.observed:
+                self.observe("skipped", torch.stack([gate == 0, gate == 1], -1))
+        if self.is_skipping(q):
+            local = self._local(x, q, k, v, start, gate[:, 0] > 0)
+            everything = ops.among_active(self._global, q, k, v, gate[:, 0] < 1)
+        else:
+            local, everything = self._local(x, q, k, v, start), self._global(q, k, v)
         return everything + head_weights(gate) * (local - everything)
 
-    def _local(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+    @property
+    def skips(self) -> bool:
+        return self.gate is not None
+
+    def _local(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, start: int, active: Tensor | None = None
+    ) -> Tensor:
+        """Of all heads, or when a token is decoded of those that are active."""
         o = self.options
+        attend = ops.span_attention if active is None else partial(ops.active_attention, active=active)
         if self.width is None:
-            return ops.window_attention(q, k, v, o.window, start=start)
+            return attend(q, k, v, window=o.window, start=start)[0]
         log_width = F.logsigmoid(self.width(x)).transpose(1, 2)
         if self.observed:
             self.observe("width", log_width.exp().transpose(1, 2))
-        return ops.span_attention(
-            q, k, v, window=o.window, ring=o.max_window, ring_log_weight=log_width, start=start
-        )[0]
+        return attend(q, k, v, window=o.window, ring=o.max_window, ring_log_weight=log_width, start=start)[0]
 
     def _global(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         o = self.options
@@ -178,7 +195,5 @@ class ContextAdaptive(Mechanism):
 
 
 def top_counts(length: int, scale: float) -> list[int]:
-    import torch
-
     counts: list[int] = reference.top_count(torch.arange(length), scale).tolist()
     return counts

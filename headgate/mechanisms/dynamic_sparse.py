@@ -17,7 +17,15 @@ from torch import Tensor, nn
 
 from headgate import ops
 from headgate.config import require_at_least
-from headgate.mechanisms.base import Heads, Mechanism, MechanismOptions, head_weights, open_gate, register
+from headgate.mechanisms.base import (
+    Heads,
+    Mechanism,
+    MechanismOptions,
+    head_weights,
+    open_gate,
+    register,
+    rounded,
+)
 from headgate.ops import reference
 
 
@@ -51,11 +59,20 @@ class DynamicSparse(Mechanism):
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0) -> Tensor:
         o = self.options
-        if o.window is None:
+        gate = self._gate(x)
+        if gate is not None and self.is_skipping(q):
+            attended, _ = ops.active_attention(
+                q, k, v, gate[:, 0] > 0, window=o.window, dense_prefix=o.dense_prefix, start=start
+            )
+        elif o.window is None:
             attended = ops.causal_attention(q, k, v, start=start)
         else:
             attended = ops.window_attention(q, k, v, o.window, dense_prefix=o.dense_prefix, start=start)
-        return self._gated(x, attended)
+        return attended if gate is None else head_weights(gate) * attended
+
+    @property
+    def skips(self) -> bool:
+        return self.gate is not None
 
     def reference(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0) -> Tensor:
         o = self.options
@@ -64,12 +81,15 @@ class DynamicSparse(Mechanism):
         )
         return attended if self.gate is None else head_weights(self.gate(x).sigmoid()) * attended
 
-    def _gated(self, x: Tensor, attended: Tensor) -> Tensor:
+    def _gate(self, x: Tensor) -> Tensor | None:
         if self.gate is None:
-            return attended
-        gate = self.gate(x).sigmoid()
+            return None
+        gate: Tensor = self.gate(x).sigmoid()
         self.observe("gate", gate)
-        return head_weights(gate) * attended
+        if self.skip_below:
+            gate = rounded(gate, self.skip_below, down=True, up=False)
+            self.observe("skipped", gate == 0)
+        return gate
 
     def open(self) -> float:
         if self.gate is not None:

@@ -25,6 +25,7 @@ from headgate.mechanisms.base import (
     head_weights,
     open_gate,
     register,
+    rounded,
 )
 from headgate.ops import reference
 from headgate.ops.merge import merged
@@ -61,17 +62,33 @@ class HeadGated(Mechanism):
             return ops.causal_attention(q, k, v, start=start)
         if o.gate == "local":
             return ops.window_attention(q, k, v, o.window, start=start)
-        local, local_lse = ops.span_attention(q, k, v, window=o.window, start=start)
-        far, far_lse = ops.far_attention(q, k, v, o.window, start=start)
-        near = q.shape[2] - far.shape[2]  # queries whose every key lies in the window
-        if self.gate is None:
-            openness: Tensor | float = 0.5
-        else:
+        openness: Tensor | float = 0.5
+        active = None
+        if self.gate is not None:
             gate = self.gate(x).sigmoid()
             self.observe("gate", gate)
-            openness = 1 - head_weights(gate)[:, :, near:]
+            if self.skip_below:
+                # Only upwards: the keys of the window belong to the global branch too, so a closed local
+                # branch would save nothing.
+                gate = rounded(gate, self.skip_below, down=False, up=True)
+                self.observe("skipped", gate == 1)
+            openness = 1 - head_weights(gate)
+            active = gate[:, 0] < 1 if self.is_skipping(q) else None
+        local, local_lse = ops.span_attention(q, k, v, window=o.window, start=start)
+        beyond = k.shape[2] - o.window - 1
+        if active is None or beyond < 1:
+            far, far_lse = ops.far_attention(q, k, v, o.window, start=start)
+        else:
+            far, far_lse = ops.active_attention(q, k[:, :, :beyond], v[:, :, :beyond], active, start=start)
+        near = q.shape[2] - far.shape[2]  # queries whose every key lies in the window
+        if isinstance(openness, Tensor):
+            openness = openness[:, :, near:]
         mixed = merged(local[:, :, near:], local_lse[:, :, near:], far, far_lse, openness)
         return torch.cat([local[:, :, :near], mixed], 2)
+
+    @property
+    def skips(self) -> bool:
+        return self.gate is not None
 
     def reference(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0) -> Tensor:
         local, _ = reference.span_attention(q, k, v, window=self.options.window, start=start)

@@ -20,7 +20,9 @@ from headgate.errors import HeadgateError
 
 
 class LayerCache:
-    def __init__(self) -> None:
+    def __init__(self, most: int | None = None) -> None:
+        self.most = most
+        """The tokens there will ever be, if known: buffers do not grow beyond them."""
         self.start = 0
         """Position of the first key held."""
         self._begin = self._end = 0
@@ -43,6 +45,8 @@ class LayerCache:
         capacity = self._buffers[0].shape[2] if self._buffers else 0
         if self._end + added > capacity:
             wanted = 2 * (held + added)
+            if self.most is not None:
+                wanted = max(held + added, min(wanted, self.most - self.start))
             # Moving in place would overlap unless the live part lies beyond its own length.
             fits = held <= self._begin and held + added <= capacity <= 2 * wanted
             target = self._buffers if fits else [t.new_empty(*t.shape[:2], wanted, *t.shape[3:]) for t in new]
@@ -70,12 +74,12 @@ class LayerCache:
 class Group:
     """The rows of a batch that stand at the same position."""
 
-    def __init__(self, n_layers: int) -> None:
+    def __init__(self, n_layers: int, most: int | None = None) -> None:
         self.rows: list[int] | None = None
         """Which rows of the batch they are; None before the first tokens, when it is not known how many."""
         self.length = 0
         """Tokens seen so far; the next one has this position."""
-        self.layers = [LayerCache() for _ in range(n_layers)]
+        self.layers = [LayerCache(most) for _ in range(n_layers)]
 
 
 class Cache:
@@ -84,8 +88,8 @@ class Cache:
     Rows of different lengths: run each length by itself with a cache of its own, then `join` the caches.
     """
 
-    def __init__(self, n_layers: int) -> None:
-        self.groups = [Group(n_layers)]
+    def __init__(self, n_layers: int, most: int | None = None) -> None:
+        self.groups = [Group(n_layers, most)]
 
     @classmethod
     def join(cls, caches: Sequence["Cache"]) -> "Cache":

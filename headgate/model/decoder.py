@@ -21,6 +21,7 @@ from headgate.config import Config, MechanismSpec, ModelConfig, from_dict, to_di
 from headgate.errors import HeadgateError, suggestion
 from headgate.mechanisms.base import MECHANISMS, Heads, check_shared_options, initialise, make_options
 from headgate.model.cache import Cache, LayerCache
+from headgate.model.generate import Completion, Prompts, Sampling, Stop, Stream, generate
 from headgate.ops.norm import rms_norm
 from headgate.recipes import get_recipe
 
@@ -209,8 +210,47 @@ class Decoder(nn.Module):
     def head_weight(self) -> Tensor:
         return self.embedding.weight if self.config.tied_embeddings else self.head.weight
 
-    def new_cache(self) -> Cache:
-        return Cache(len(self.layers))
+    def new_cache(self, most: int | None = None) -> Cache:
+        """An empty cache; `most` tokens is the longest a row will get, if that is known."""
+        return Cache(len(self.layers), most)
+
+    def generate(
+        self,
+        tokens: Prompts,
+        max_new_tokens: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        seed: int = 0,
+        stop: Stop = (),
+        stream: Stream | None = None,
+        skip_below: float | None = None,
+        prefill_chunk: int = 512,
+    ) -> list[Completion]:
+        """Continue every prompt, (B,T) or a list of token lists of any lengths: each row's new tokens, and
+        why they ended.
+
+        temperature=0 takes the most likely token; otherwise tokens are drawn as `Sampling` says, each row
+        with random numbers of its own. `stop` is a token, or a list of tokens and of token sequences that end
+        a row where they occur in what is new. `stream(row, token)` is called with every token as soon as
+        there is one. `skip_below` leaves out the computation behind gates below it (`headgate.skipping`).
+        `prefill_chunk` tokens of the prompts are run at once: the memory a long prompt takes beside its
+        cache.
+        """
+        sampling = Sampling(repetition_penalty, temperature, top_k, top_p, min_p, seed)
+        return generate(
+            self,
+            tokens,
+            max_new_tokens,
+            sampling=sampling,
+            stop=stop,
+            stream=stream,
+            skip_below=skip_below,
+            prefill_chunk=prefill_chunk,
+        )
 
     def parameter_count(self) -> int:
         return sum(p.numel() for p in self.parameters())

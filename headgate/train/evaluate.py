@@ -12,11 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headgate.config import Config
 from headgate.data.loader import IGNORED, Windows
 from headgate.data.shards import open_split, read_manifest
 from headgate.errors import HeadgateError
 from headgate.mechanisms.base import probe
-from headgate.model.decoder import Decoder, load, model_file
+from headgate.model.decoder import Decoder, header_config, load, model_file
 from headgate.train import checkpoint
 from headgate.train.distributed import World, join
 from headgate.train.folder import RunFolder, describe_data, read_config, read_data
@@ -132,6 +133,37 @@ def autocast(device: torch.device, precision: str) -> torch.autocast:
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
 
 
+@dataclass(frozen=True)
+class OpenedRun:
+    """A checkpoint of a run, and the tokens to judge it by."""
+
+    settings: Config
+    checkpoint: Path
+    windows: Windows
+
+
+def open_run(
+    run: str | os.PathLike[str],
+    *,
+    split: str = "val",
+    which: str = "last",
+    data: str | os.PathLike[str] | None = None,
+    context: int | None = None,
+) -> OpenedRun:
+    """A checkpoint of a run folder (`which`: last, best or a step) and a split of the data it was trained
+    on, in sequences as long as in training unless `context` says otherwise."""
+    settings, record = read_config(run), read_data(run)
+    folder = checkpoint.find(RunFolder(run), which)
+    source = record.folder if data is None else data
+    trained_on = [open_split(source, name, verify=False) for name in ("train", "val")]
+    if describe_data(source, *trained_on).fingerprint != record.fingerprint:
+        raise HeadgateError(
+            f"{str(source)!r} is not the data that {str(run)!r} was trained on; give that with --data"
+        )
+    length = settings.train.context if context is None else context
+    return OpenedRun(settings, folder, Windows(open_split(source, split), length))
+
+
 def evaluate_run(
     run: str | os.PathLike[str],
     *,
@@ -148,38 +180,33 @@ def evaluate_run(
         if value is not None and value < 1:
             raise HeadgateError(f"{name}={value} is too small; expected at least 1, or none for all")
     if (Path(run) / "checkpoints").is_dir():
-        settings, record = read_config(run), read_data(run)
-        folder = checkpoint.find(RunFolder(run), which)
-        step = checkpoint.read_state(folder).step
-        source = record.folder if data is None else data
-        trained_on = [open_split(source, name, verify=False) for name in ("train", "val")]
-        if describe_data(source, *trained_on).fingerprint != record.fingerprint:
-            raise HeadgateError(
-                f"{str(source)!r} is not the data that {str(run)!r} was trained on; give that with --data"
-            )
-        context = settings.train.context if context is None else context
-        batch_size, precision = settings.train.batch_size, settings.train.precision
+        opened = open_run(run, split=split, which=which, data=data, context=context)
+        folder, windows, train = opened.checkpoint, opened.windows, opened.settings.train
+        batch_size, precision, step = train.batch_size, train.precision, checkpoint.read_state(folder).step
     else:
-        folder, step, batch_size, precision = model_file(run), None, 1, "fp32"
+        folder, batch_size, precision, step = model_file(run), 1, "fp32", None
         if data is None or context is None:
             raise HeadgateError(
                 f"{str(run)!r} is a model and no run, so it has no data and context of its own; give --data "
                 "and --context"
             )
-        source = data
-    windows = Windows(open_split(source, split), context)
+        windows = Windows(open_split(data, split), context)
+        _check_vocabulary(folder, data)
     with join(device) as world:
         decoder = load(folder).to(world.device)
-        manifest, known = read_manifest(source), decoder.config.vocab_size
-        if manifest is not None and manifest.tokenizer.vocab_size > known:
-            raise HeadgateError(
-                f"{str(source)!r} has {manifest.tokenizer.vocab_size} kinds of tokens, and the model knows "
-                f"{known}; prepare it with the model's tokenizer"
-            )
         result = evaluate(
             decoder, windows, tokens=tokens, batch_size=batch_size, precision=precision, world=world
         )
     return {"run": str(run), "checkpoint": folder.name, "step": step, "split": split, **result.to_dict()}
+
+
+def _check_vocabulary(model: Path, data: str | os.PathLike[str]) -> None:
+    manifest, known = read_manifest(data), header_config(model).vocab_size
+    if manifest is not None and manifest.tokenizer.vocab_size > known:
+        raise HeadgateError(
+            f"{str(data)!r} has {manifest.tokenizer.vocab_size} kinds of tokens, and the model knows "
+            f"{known}; prepare it with the model's tokenizer"
+        )
 
 
 def _uncompiled(decoder: Decoder) -> AbstractContextManager[None]:

@@ -200,8 +200,9 @@ class RunFolder:
 
 def read_config(run: str | os.PathLike[str]) -> Config:
     path = Path(run) / "config.json"
-    if not path.is_file():
-        raise HeadgateError(f"{str(run)!r} is no run folder: it has no config.json")
+    for needed in (path, path.with_name("data.json")):  # a converted model has a config.json too
+        if not needed.is_file():
+            raise HeadgateError(f"{str(run)!r} is no run folder: it has no {needed.name}")
     return config.load(Config, path)
 
 
