@@ -220,8 +220,8 @@ def convert(
         source: A Hugging Face folder, a run folder, a checkpoint, or a .safetensors file of headgate.
         out: The folder to write; it must not exist, or be empty.
         to: headgate (transformers reads it too, with headgate.model.hf imported), or plain qwen.
-        mechanism: The attention of all layers from now on, such as 'dynamic-sparse:window=512'; it starts as
-            full attention where it can.
+        mechanism: The attention of all layers from now on, such as 'dynamic-sparse:window=512', or a pattern
+            over them, '["local", "full"]'; it starts as full attention where it can.
         dtype: Of the weights; as in the source when absent.
     """
     from headgate.model.convert import convert

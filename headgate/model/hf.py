@@ -97,6 +97,7 @@ class GenerationCache:
     """Our cache as `generate` of transformers handles one."""
 
     is_compileable = False
+    is_croppable = False  # dropped keys cannot come back
 
     def __init__(self, decoder: Decoder) -> None:
         self.inner = decoder.new_cache()
@@ -162,6 +163,11 @@ class HeadgateForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mis
             )
         if past_key_values is None and use_cache:
             past_key_values = GenerationCache(self.decoder)
+        if not isinstance(past_key_values, GenerationCache | None):
+            raise HeadgateError(
+                f"past_key_values is a {type(past_key_values).__name__}; a headgate model keeps its own, "
+                "so give use_cache=True and then what it returns"
+            )
         seen = 0 if past_key_values is None else past_key_values.columns
         spans = row_spans(attention_mask, input_ids.shape, seen)
         self._check_positions(position_ids, spans, past_key_values, input_ids)
@@ -262,7 +268,10 @@ class HeadgateForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mis
                 f"cache_implementation={generation_config.cache_implementation!r} is not possible; "
                 "a headgate model keeps its own cache, so leave the setting out"
             )
-        if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
+        given = model_kwargs.get("past_key_values")
+        if given is not None:
+            given._is_user_defined = True  # it outlives this call
+        elif generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = GenerationCache(self.decoder)
 
     def initialize_weights(self) -> None:

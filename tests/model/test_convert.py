@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -306,6 +308,7 @@ def test_a_faulty_source_is_one_sentence_and_nothing_is_written(
         ),
         ({"mechanism": "dynamic-spars"}, "unknown mechanism 'dynamic-spars'; did you mean"),
         ({"mechanism": "local:windw=3"}, "local has no option 'windw'"),
+        ({"mechanism": "[local, full]"}, "is no list; expected such as"),
         ({"dtype": "int8"}, "dtype='int8' is not a choice"),
     ],
 )
@@ -351,3 +354,38 @@ def test_the_command_says_what_the_new_model_starts_as(
     assert second == (
         "dynamic-sparse starts as full attention at the first 65 positions, and changes the model beyond"
     )
+    run(["convert", str(qwen), str(tmp_path / "mixed"), "--mechanism", '["local:window=8", "full"]'])
+    names = [spec.name for spec in headgate.load(tmp_path / "mixed").config.mechanism]
+    assert names == ["local", "full"]
+
+
+def test_weights_pass_through_without_being_held(tmp_path: Path) -> None:
+    """64 MB of weights, and the process's own memory grows by less than a quarter of them."""
+    few, many = tmp_path / "few.safetensors", tmp_path / "many.safetensors"
+    Decoder(ModelConfig(99, 32, 1, 4, 2, 8, 56)).save(few)
+    Decoder(ModelConfig(16_384, 512, 4, 8, 4, 64, 1536)).save(many)
+    assert many.stat().st_size > 64e6
+    script = """
+import sys, threading
+from pathlib import Path
+from headgate.model.convert import convert
+few, many, out = sys.argv[1:]
+convert(few, out + "-few")  # what is imported on the way does not count
+def own():
+    return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0])
+most, done = own(), threading.Event()
+def watch():
+    global most
+    while not done.wait(0.002):
+        most = max(most, own())
+before, thread = own(), threading.Thread(target=watch)
+thread.start()
+convert(many, out, to="qwen")
+done.set(); thread.join()
+print(most - before)
+"""
+    if not Path("/proc/self/status").is_file():
+        pytest.skip("the memory of a process is read from /proc")
+    arguments = [sys.executable, "-c", script, str(few), str(many), str(tmp_path / "out")]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    assert int(done.stdout) * 1024 < 16e6

@@ -1,6 +1,9 @@
 """Our decoder inside transformers: saved and loaded, padded, generating, trained, in a pipeline."""
 
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +105,18 @@ def test_beams_are_those_found_without_a_cache() -> None:
     assert torch.equal(cached, uncached)
 
 
-def test_sampling_and_streaming_run() -> None:
+def test_a_conversation_goes_on_from_its_cache() -> None:
+    """The second turn gives only what is new to the model, and prompts in chunks are prompts."""
+    model, (first, second) = build("local"), prompts(9, 6)
+    settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 7}
+    begun = model.generate(first[None], **settings, return_dict_in_generate=True)
+    said = torch.cat([begun.sequences, second[None]], 1)
+    goes_on = model.generate(said, past_key_values=begun.past_key_values, **settings)
+    assert torch.equal(goes_on, model.generate(said, **settings))
+    assert torch.equal(goes_on, model.generate(said, **settings, prefill_chunk_size=4))
+
+
+def test_sampling_runs() -> None:
     model = build()
     torch.manual_seed(0)
     out = model.generate(
@@ -218,6 +232,10 @@ def test_what_is_not_computed_is_refused(case: str) -> None:
 
 
 def test_other_caches_are_refused() -> None:
+    with pytest.raises(
+        HeadgateError, match="past_key_values is a DynamicCache; a headgate model keeps its own, so"
+    ):
+        build()(prompts(3)[0][None], past_key_values=transformers.DynamicCache())
     with pytest.raises(HeadgateError, match="cache_implementation='static' is not possible"):
         build().generate(prompts(3)[0][None], max_new_tokens=2, cache_implementation="static")
 
@@ -273,3 +291,56 @@ def test_trainer_takes_a_few_steps(folder: Path, tmp_path: Path) -> None:
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     assert losses[-1] < losses[0] - 0.5
     assert trainer.evaluate()["eval_loss"] < losses[0]
+
+
+HARNESS = "import headgate.model.hf; from lm_eval.__main__ import cli_evaluate; cli_evaluate()"
+TASK = """
+task: gates
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {questions}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{answer}}}}"
+metric_list:
+  - metric: acc
+"""
+
+
+def test_the_evaluation_harness_judges_it_on_a_local_task(folder: Path, tmp_path: Path) -> None:
+    """Its log-likelihoods are those that our decoder gives."""
+    pytest.importorskip("lm_eval", reason="not installed: pip install lm-eval (it brings 45 packages)")
+    questions = [
+        {"question": "the gate at the head of a", "choices": ["channel", "zebra"], "answer": 0},
+        {"question": "sets how much water", "choices": ["goes down", "sings"], "answer": 1},
+    ]
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "gates.jsonl").write_text("\n".join(map(json.dumps, questions)))
+    task = TASK.format(questions=tmp_path / "tasks" / "gates.jsonl")
+    (tmp_path / "tasks" / "gates.yaml").write_text(task)
+    arguments = ["--model", "hf", "--model_args", f"pretrained={folder},dtype=float32", "--tasks", "gates"]
+    arguments += ["--include_path", str(tmp_path / "tasks"), "--device", "cpu", "--batch_size", "4"]
+    arguments += ["--output_path", str(tmp_path / "out"), "--log_samples"]
+    subprocess.run(
+        [sys.executable, "-c", HARNESS, *arguments],
+        env={**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_DATASETS_OFFLINE": "1"},
+        check=True,
+        capture_output=True,
+    )
+    (samples,) = (tmp_path / "out").rglob("samples_gates_*.jsonl")
+    decoder, tokenizer = headgate.load(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    for line in map(json.loads, samples.read_text().splitlines()):
+        for choice, (said, _) in zip(line["doc"]["choices"], line["filtered_resps"], strict=True):
+            words = tokenizer(f"{line['doc']['question']} {choice}", return_tensors="pt")["input_ids"]
+            before = len(tokenizer(line["doc"]["question"])["input_ids"])
+            logarithms = decoder(words)[0, :-1].log_softmax(-1).gather(-1, words[0, 1:, None])[before - 1 :]
+            assert float(said) == pytest.approx(logarithms.sum().item(), abs=1e-3)
+
+
+def test_without_transformers_the_import_says_what_to_install() -> None:
+    script = "import sys; sys.modules['transformers'] = None; import headgate.model.hf"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert "headgate.model.hf needs transformers; install it with: pip install 'headgate[hf]'" in done.stderr
