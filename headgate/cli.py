@@ -131,15 +131,14 @@ def evaluate(
     from headgate.train.progress import print_evaluation
 
     skipped = []
-    result = evaluate_run(
-        run, split=split, tokens=tokens, which=checkpoint, data=data, context=context, device=device
-    )
+    chosen: dict[str, Any] = {"split": split, "tokens": tokens, "which": checkpoint}
+    chosen |= {"data": data, "context": context, "device": device}
     if skip_below:
         from headgate.study.skipping import gate_skipping, print_skipping
 
-        skipped = gate_skipping(
-            run, skip_below, split=split, tokens=tokens, which=checkpoint, data=data, device=device
-        )
+        skipped = gate_skipping(run, skip_below, **chosen)
+    result = evaluate_run(run, **chosen)
+    if skipped:
         result["skipping"] = [threshold.to_dict() for threshold in skipped]
     print_evaluation(result, as_json=json)
     if skipped and not json:

@@ -74,6 +74,15 @@ class Mechanism(nn.Module):
         it."""
         raise NotImplementedError
 
+    @property
+    def first_keys(self) -> int:
+        """How many of the sequence's first keys the cache keeps besides, for ever.
+
+        A mechanism that has some sees them right before the others, as if those dropped in between had never
+        been, and `start` is 0: so nothing but distances within the window may matter to it.
+        """
+        return 0
+
     def pairs(self, length: int) -> int:
         """How many query-key pairs a head evaluates over `length` tokens."""
         raise NotImplementedError
@@ -270,6 +279,13 @@ def rounded(gate: Tensor, below: float, *, down: bool, up: bool) -> Tensor:
     if down:
         gate = gate.masked_fill(gate < below, 0.0)
     return gate.masked_fill(gate > 1 - below, 1.0) if up else gate
+
+
+def opened(logits: Tensor) -> Tensor:
+    """How far a gate with these logits is open: their sigmoid, computed in fp32 at least. In bf16 a gate
+    above 0.998 is 1, and would never learn to close: its gradient is computed as g * (1 - g)."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return logits.to(wide).sigmoid().to(logits.dtype)
 
 
 def head_weights(gate: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from headgate.mechanisms.base import (
     MechanismOptions,
     head_weights,
     open_gate,
+    opened,
     register,
     require_all_keys,
     rounded,
@@ -95,7 +96,7 @@ class ContextAdaptive(Mechanism):
             return self._global(q, k, v)
         if self.gate is None:
             return (self._local(x, q, k, v, start) + self._global(q, k, v)) / 2
-        gate = self.gate(x).sigmoid()
+        gate = opened(self.gate(x))
         self.observe("gate", gate)
         if self.skip_below:
             gate = rounded(gate, self.skip_below, down=True, up=True)

@@ -23,6 +23,7 @@ from headgate.mechanisms.base import (
     MechanismOptions,
     head_weights,
     open_gate,
+    opened,
     register,
     rounded,
 )
@@ -84,7 +85,7 @@ class DynamicSparse(Mechanism):
     def _gate(self, x: Tensor) -> Tensor | None:
         if self.gate is None:
             return None
-        gate: Tensor = self.gate(x).sigmoid()
+        gate = opened(self.gate(x))
         self.observe("gate", gate)
         if self.skip_below:
             gate = rounded(gate, self.skip_below, down=True, up=False)

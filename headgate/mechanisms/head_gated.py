@@ -24,6 +24,7 @@ from headgate.mechanisms.base import (
     MechanismOptions,
     head_weights,
     open_gate,
+    opened,
     register,
     rounded,
 )
@@ -65,7 +66,7 @@ class HeadGated(Mechanism):
         openness: Tensor | float = 0.5
         active = None
         if self.gate is not None:
-            gate = self.gate(x).sigmoid()
+            gate = opened(self.gate(x))
             self.observe("gate", gate)
             if self.skip_below:
                 # Only upwards: the keys of the window belong to the global branch too, so a closed local

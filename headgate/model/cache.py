@@ -25,11 +25,17 @@ class LayerCache:
         """The tokens there will ever be, if known: buffers do not grow beyond them."""
         self.start = 0
         """Position of the first key held."""
+        self._gap = 0  # keys dropped after the first ones, where a mechanism wants those kept
         self._begin = self._end = 0
         self._buffers: list[Tensor] = []  # keys, values, and the mechanism's key state if it has one
 
     def __len__(self) -> int:
         return self._end - self._begin
+
+    @property
+    def end(self) -> int:
+        """Position of the next key."""
+        return self.start + self._gap + len(self)
 
     @property
     def bytes(self) -> int:
@@ -46,7 +52,7 @@ class LayerCache:
         if self._end + added > capacity:
             wanted = 2 * (held + added)
             if self.most is not None:
-                wanted = max(held + added, min(wanted, self.most - self.start))
+                wanted = max(held + added, min(wanted, self.most - self.start - self._gap))
             # Moving in place would overlap unless the live part lies beyond its own length.
             fits = held <= self._begin and held + added <= capacity <= 2 * wanted
             target = self._buffers if fits else [t.new_empty(*t.shape[:2], wanted, *t.shape[3:]) for t in new]
@@ -58,11 +64,20 @@ class LayerCache:
         self._end += added
         return [buffer[:, :, self._begin : self._end] for buffer in self._buffers]
 
-    def drop_before(self, position: int) -> None:
-        """Forget the keys before `position`."""
-        dropped = min(max(0, position - self.start), len(self))
+    def drop_before(self, position: int, *, keep: int = 0) -> None:
+        """Forget the keys before `position`, but for the first `keep` of the sequence, which then stand right
+        before it."""
+        dropped = max(0, min(position - self.start - self._gap, len(self)) - keep)
+        if dropped == 0:
+            return
+        for buffer in self._buffers if keep else ():
+            first = buffer[:, :, self._begin : self._begin + keep].clone()  # it may overlap its new place
+            buffer[:, :, self._begin + dropped : self._begin + dropped + keep] = first
         self._begin += dropped
-        self.start += dropped
+        if keep:
+            self._gap += dropped
+        else:
+            self.start += dropped
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows of the batch, in this order; a row may stand there more than once."""

@@ -89,7 +89,7 @@ class Attention(nn.Module):
         k, v, *states = cache.append(k, v, *(() if state is None else (state,)))
         held = {"state": states[0]} if states else {}
         out = self.mechanism(x, q, k, v, start=cache.start, **held)
-        cache.drop_before(self.mechanism.first_key(cache.start + k.shape[2]))
+        cache.drop_before(self.mechanism.first_key(cache.end), keep=self.mechanism.first_keys)
         return cast(Tensor, out)
 
     def _project(self, x: Tensor) -> tuple[Tensor, ...]:

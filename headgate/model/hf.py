@@ -24,6 +24,7 @@ try:
         PreTrainedConfig,
         PreTrainedModel,
     )
+    from transformers.generation import GenerationMode
     from transformers.modeling_outputs import CausalLMOutputWithPast
 except ImportError as error:
     raise ImportError(
@@ -261,8 +262,13 @@ class HeadgateForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mis
                 )
 
     def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict[str, Any], *rest: Any, **more: Any
+        self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: str, *rest: Any
     ) -> None:
+        if generation_mode == GenerationMode.ASSISTED_GENERATION:
+            raise HeadgateError(
+                "assisted generation takes tokens back, which a headgate model's cache cannot; leave the "
+                "assistant out"
+            )
         if generation_config.cache_implementation not in (None, "dynamic"):
             raise HeadgateError(
                 f"cache_implementation={generation_config.cache_implementation!r} is not possible; "

@@ -234,7 +234,9 @@ def test_the_stream_sees_every_token_as_it_comes() -> None:
         decoder.generate(starts, 15, stream=leave)
 
 
-@pytest.mark.parametrize("mechanism", ["local", "dynamic-sparse", "head-gated:gate=local"])
+@pytest.mark.parametrize(
+    "mechanism", ["local", "dynamic-sparse", "head-gated:gate=local", "local:global_tokens=3"]
+)
 def test_memory_and_keys_stay_bounded_for_windows(mechanism: str) -> None:
     decoder = small_decoder(mechanism)
     caches, plain = [], decoder.new_cache
@@ -247,7 +249,8 @@ def test_memory_and_keys_stay_bounded_for_windows(mechanism: str) -> None:
     sizes = []
     decoder.generate([prompt(40)], 200, prefill_chunk=8, stream=lambda *_: sizes.append(caches[0].bytes))
     per_token = 2 * 2 * 8 * 8 * 2  # k and v, two heads of 8 in fp64, two layers
-    assert max(sizes[20:]) <= 4 * (WINDOW + 1) * per_token
+    first_keys = decoder.layers[0].attention.mechanism.first_keys
+    assert max(sizes[20:]) <= 4 * (WINDOW + 1 + first_keys) * per_token
     assert max(sizes) <= 2 * (PREFIX + 8) * per_token
 
 

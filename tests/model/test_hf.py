@@ -116,9 +116,19 @@ def test_a_conversation_goes_on_from_its_cache() -> None:
     assert torch.equal(goes_on, model.generate(said, **settings, prefill_chunk_size=4))
 
 
-def test_sampling_runs() -> None:
-    model = build()
+def test_sampling_and_streaming_run() -> None:
+    model, streamed = build(), []
     torch.manual_seed(0)
+
+    class Streamer:
+        def put(self, tokens: Tensor) -> None:
+            streamed.extend(tokens.flatten().tolist())
+
+        def end(self) -> None:
+            streamed.append("end")
+
+    (alone,) = model.generate(prompts(4)[0][None], max_new_tokens=5, do_sample=False, streamer=Streamer())
+    assert streamed == [*alone.tolist(), "end"]
     out = model.generate(
         **padded(prompts(4, 6), "left"), max_new_tokens=5, do_sample=True, top_p=0.9, top_k=40
     )
@@ -133,6 +143,8 @@ def test_save_and_load_through_the_auto_classes(tied: bool, tmp_path: Path) -> N
     loaded, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
+    lean = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, return_logits=False)
+    assert lean(prompts(5)[0][None], labels=prompts(5)[0][None]).logits is None
     assert loaded.config.decoder_config() == model.decoder.config == loaded.decoder.config
     tokens = prompts(20)[0][None]
     with torch.no_grad():
@@ -236,6 +248,8 @@ def test_other_caches_are_refused() -> None:
         HeadgateError, match="past_key_values is a DynamicCache; a headgate model keeps its own, so"
     ):
         build()(prompts(3)[0][None], past_key_values=transformers.DynamicCache())
+    with pytest.raises(HeadgateError, match="assisted generation takes tokens back"):
+        build().generate(prompts(3)[0][None], max_new_tokens=2, prompt_lookup_num_tokens=2)
     with pytest.raises(HeadgateError, match="cache_implementation='static' is not possible"):
         build().generate(prompts(3)[0][None], max_new_tokens=2, cache_implementation="static")
 
