@@ -191,7 +191,10 @@ def _pattern(mechanism: str | list[str] | None) -> str | list[str] | None:
 def read_source(path: Path) -> Source:
     """Tell what a file or folder holds, and check that it is whole; no tensor is read yet."""
     if not path.exists():
-        raise HeadgateError(f"{str(path)!r} does not exist; expected a model's folder or a .safetensors file")
+        raise HeadgateError(
+            f"{str(path)!r} does not exist; expected a folder with a model or a .safetensors file (one on the "
+            "hub comes with: hf download NAME --local-dir FOLDER)"
+        )
     settings = _read_json(path / "config.json") if (path / "config.json").is_file() else {}
     if "model_type" not in settings and ("architectures" in settings or "hidden_size" in settings):
         raise HeadgateError(f"{str(path / 'config.json')!r} names no model_type; expected qwen2 or qwen3")

@@ -333,7 +333,7 @@ def test_a_folder_in_use_is_left_alone(qwen: Path, tmp_path: Path) -> None:
     with pytest.raises(HeadgateError, match="exists already; choose another folder"):
         convert(qwen, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["note"]
-    with pytest.raises(HeadgateError, match="does not exist; expected a model's folder"):
+    with pytest.raises(HeadgateError, match="does not exist; expected a folder with a model"):
         convert(tmp_path / "nothing", tmp_path / "out")
 
 

@@ -1,5 +1,6 @@
 """Our decoder inside transformers: saved and loaded, padded, generating, trained, in a pipeline."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -354,7 +355,10 @@ def test_the_evaluation_harness_judges_it_on_a_local_task(folder: Path, tmp_path
             assert float(said) == pytest.approx(logarithms.sum().item(), abs=1e-3)
 
 
-def test_without_transformers_the_import_says_what_to_install() -> None:
-    script = "import sys; sys.modules['transformers'] = None; import headgate.model.hf"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert "headgate.model.hf needs transformers; install it with: pip install 'headgate[hf]'" in done.stderr
+def test_without_transformers_the_import_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "headgate.model.hf")
+    with pytest.raises(
+        ImportError, match=r"needs transformers; install it with: pip install 'headgate\[hf\]'"
+    ):
+        importlib.import_module("headgate.model.hf")
