@@ -47,6 +47,7 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 END_OF_TEXT = "<|endoftext|>"
+"""The token that ends a text where a tokenizer has several special ones and nothing beside it says which."""
 
 
 class Weights:
@@ -192,19 +193,17 @@ def read_source(path: Path) -> Source:
     """Tell what a file or folder holds, and check that it is whole; no tensor is read yet."""
     if not path.exists():
         raise HeadgateError(
-            f"{str(path)!r} does not exist; expected a folder with a model or a .safetensors file (one on the "
-            "hub comes with: hf download NAME --local-dir FOLDER)"
+            f"{str(path)!r} does not exist; expected a folder with a model or a .safetensors file (from the "
+            "hub: hf download NAME --local-dir FOLDER)"
         )
     settings = _read_json(path / "config.json") if (path / "config.json").is_file() else {}
-    if "model_type" not in settings and ("architectures" in settings or "hidden_size" in settings):
-        raise HeadgateError(f"{str(path / 'config.json')!r} names no model_type; expected qwen2 or qwen3")
     if "model_type" not in settings:
-        if path.is_dir() and not _holds_ours(path):
-            Weights.of_folder(path)  # says what is wrong with its weights, if that is what is wrong
-            raise HeadgateError(
-                f"{str(path)!r} has no config.json; expected a Qwen or headgate model's folder"
-            )
-        return _ours(path)
+        if not path.is_dir() or _holds_ours(path):
+            return _ours(path)
+        Weights.of_folder(path)  # says what is wrong with its weights, if that is what is wrong
+        raise HeadgateError(
+            f"{str(path)!r} has no config.json with a model_type; expected a Qwen or headgate model's folder"
+        )
     carried = {name: settings[name] for name in CARRIED if settings.get(name) is not None}
     where = str(path / "config.json")
     if settings["model_type"] == MODEL_TYPE:
@@ -234,10 +233,10 @@ def _ours(path: Path) -> Source:
     """A file of Decoder.save, a checkpoint, or a run folder."""
     file = model_file(path)
     config, weights = header_config(file), Weights.of_file(file)
-    folder = path if path.is_dir() else path.parent
+    folder, above = file.parent, file.resolve().parent.parent
     carried = {}
-    if file.parent.parent.name == "checkpoints":
-        folder = file.parents[2]
+    if above.name == "checkpoints" and (above.parent / "config.json").is_file():
+        folder = above.parent
         carried["max_position_embeddings"] = load(Config, folder / "config.json").train.context
     return Source(MODEL_TYPE, config, weights, {name: name for name in weights.names()}, folder, carried)
 

@@ -251,7 +251,10 @@ FAULTS = {
         "has a tensor 'model.layers.2.",
     ),
     "architecture": (lambda f: change(f, model_type="llama"), "is of model_type='llama'; expected qwen2"),
-    "no architecture": (lambda f: (f / "config.json").write_text("{}"), "has no config.json|holds no model"),
+    "no architecture": (
+        lambda f: (f / "config.json").write_text("{}"),
+        "has no config.json with a model_type",
+    ),
     "broken settings": (lambda f: (f / "config.json").write_text('{"a":'), "config.json' is not JSON"),
     "no object": (lambda f: (f / "config.json").write_text("[]"), "holds a list; expected a JSON object"),
     "wrong type": (

@@ -120,3 +120,22 @@ def test_a_model_that_is_no_run_can_be_evaluated(
     Decoder(replace(micro.model, vocab_size=100)).save(tmp_path / "few.safetensors")
     with pytest.raises(HeadgateError, match="has 257 kinds of tokens, and the model knows 100"):
         evaluate_run(tmp_path / "few.safetensors", data=data, context=24)
+
+
+def test_a_run_goes_to_transformers_with_its_tokenizer_and_context(
+    micro: Config, data: Path, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs the extra: pip install 'headgate[hf]'")
+    plain = replace(micro, model=replace(micro.model, mechanism=(MechanismSpec("full"),)))
+    train(changed(plain, steps=2), data, tmp_path / "run")
+    for source in (tmp_path / "run", next((tmp_path / "run" / "checkpoints").glob("step-*2"))):
+        convert(source, tmp_path / source.name / "qwen", to="qwen")
+        folder = tmp_path / source.name / "qwen"
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        assert (model.config.model_type, model.config.max_position_embeddings) == ("qwen3", 24)
+        assert model.config.eos_token_id == tokenizer.eos_token_id == 256
+        tokens = tokenizer("a gate", return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            ours = headgate.load(tmp_path / "run")(tokens)
+            assert torch.allclose(model(tokens).logits, ours, rtol=0, atol=1e-4)
