@@ -37,7 +37,7 @@ def rotation(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Te
     """RoPE's cosines and sines, in fp32 whatever the model's dtype: (T,D/2), or (B,1,T,D/2) for positions
     (B,T)."""
     exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
-    angle = positions[..., None].float() * theta**-exponent
+    angle = positions[..., None].float() * (1.0 / theta**exponent)  # as Qwen does, to the last digit
     if positions.ndim == 2:
         angle = angle[:, None]
     return angle.cos(), angle.sin()

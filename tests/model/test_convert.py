@@ -18,7 +18,7 @@ from headgate.errors import HeadgateError
 from headgate.mechanisms import MECHANISMS
 from headgate.mechanisms.base import probe
 from headgate.model.convert import convert, read_source
-from headgate.model.decoder import Decoder
+from headgate.model.decoder import Decoder, rotation
 
 transformers = pytest.importorskip("transformers", reason="needs the extra: pip install 'headgate[hf]'")
 
@@ -96,6 +96,16 @@ def test_there_and_back_the_logits_are_the_same(family: str, tmp_path: Path) -> 
     assert back.config.max_position_embeddings == 128
     for name, parameter in model.state_dict().items():
         assert torch.equal(back.state_dict()[name], parameter), name
+
+
+def test_far_positions_are_turned_by_the_same_angles(tmp_path: Path) -> None:
+    """Angles grow with the position, and so would a last digit of the frequencies that differs."""
+    model = make("qwen3", tmp_path / "qwen")
+    positions = torch.tensor([0, 1, 4097, 131_071])
+    theirs = model.model.rotary_emb(torch.zeros(1), positions[None])
+    ours = rotation(positions, 16, 1e6)
+    for mine, (their,) in zip(ours, theirs, strict=True):
+        assert torch.equal(torch.cat([mine, mine], -1), their)
 
 
 def test_sliding_layers_become_local_ones(tmp_path: Path) -> None:

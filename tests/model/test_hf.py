@@ -20,7 +20,6 @@ from headgate.errors import HeadgateError
 from headgate.model.convert import convert
 from headgate.model.decoder import Decoder, with_mechanism
 
-os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers", reason="needs the extra: pip install 'headgate[hf]'")
 
 from headgate.model.hf import HeadgateConfig, HeadgateForCausalLM  # noqa: E402
@@ -308,7 +307,20 @@ def test_trainer_takes_a_few_steps(folder: Path, tmp_path: Path) -> None:
     assert trainer.evaluate()["eval_loss"] < losses[0]
 
 
-HARNESS = "import headgate.model.hf; from lm_eval.__main__ import cli_evaluate; cli_evaluate()"
+HARNESS = """
+import json, sys
+import headgate.model.hf
+from lm_eval import simple_evaluate
+from lm_eval.tasks import TaskManager
+
+model, tasks = sys.argv[1:]
+manager = TaskManager(include_path=tasks, include_defaults=False)
+told = simple_evaluate(
+    "hf", model_args={"pretrained": model, "dtype": "float32"}, tasks=["gates"], task_manager=manager,
+    device="cpu", batch_size=4, bootstrap_iters=0,
+)
+print(json.dumps([[sample["doc"], sample["filtered_resps"]] for sample in told["samples"]["gates"]]))
+"""
 TASK = """
 task: gates
 dataset_path: json
@@ -336,23 +348,22 @@ def test_the_evaluation_harness_judges_it_on_a_local_task(folder: Path, tmp_path
     (tmp_path / "tasks" / "gates.jsonl").write_text("\n".join(map(json.dumps, questions)))
     task = TASK.format(questions=tmp_path / "tasks" / "gates.jsonl")
     (tmp_path / "tasks" / "gates.yaml").write_text(task)
-    arguments = ["--model", "hf", "--model_args", f"pretrained={folder},dtype=float32", "--tasks", "gates"]
-    arguments += ["--include_path", str(tmp_path / "tasks"), "--device", "cpu", "--batch_size", "4"]
-    arguments += ["--output_path", str(tmp_path / "out"), "--log_samples"]
-    subprocess.run(
-        [sys.executable, "-c", HARNESS, *arguments],
-        env={**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_DATASETS_OFFLINE": "1"},
+    done = subprocess.run(
+        [sys.executable, "-c", HARNESS, str(folder), str(tmp_path / "tasks")],
+        env={**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"},
         check=True,
         capture_output=True,
+        text=True,
     )
-    (samples,) = (tmp_path / "out").rglob("samples_gates_*.jsonl")
     decoder, tokenizer = headgate.load(folder), transformers.AutoTokenizer.from_pretrained(folder)
-    for line in map(json.loads, samples.read_text().splitlines()):
-        for choice, (said, _) in zip(line["doc"]["choices"], line["filtered_resps"], strict=True):
-            words = tokenizer(f"{line['doc']['question']} {choice}", return_tensors="pt")["input_ids"]
-            before = len(tokenizer(line["doc"]["question"])["input_ids"])
+    samples = json.loads(done.stdout.splitlines()[-1])
+    assert len(samples) == 2
+    for asked, answers in samples:
+        for choice, (said, _) in zip(asked["choices"], answers, strict=True):
+            words = tokenizer(f"{asked['question']} {choice}", return_tensors="pt")["input_ids"]
+            before = len(tokenizer(asked["question"])["input_ids"])
             logarithms = decoder(words)[0, :-1].log_softmax(-1).gather(-1, words[0, 1:, None])[before - 1 :]
-            assert float(said) == pytest.approx(logarithms.sum().item(), abs=1e-3)
+            assert said == pytest.approx(logarithms.sum().item(), abs=1e-3)
 
 
 def test_without_transformers_the_import_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
