@@ -112,7 +112,13 @@ def beside_transformers(recipes: list[str], prompts: list[int], new: int, rounds
             tokens = torch.randint(
                 decoder.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0)
             )
-            options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+            options: dict[str, Any] = {
+                "max_new_tokens": new,
+                "min_new_tokens": new,
+                "do_sample": False,
+                "pad_token_id": 0,
+            }
+            options["attention_mask"] = torch.ones_like(tokens)  # or a token that is the padding's is hidden
             cases = {
                 "ours": Timed(lambda d=decoder, t=tokens: d.generate(t, new, temperature=0)[0].tokens),  # type: ignore[misc]
                 "theirs": Timed(lambda t=tokens, m=theirs, o=options: m.generate(t, **o)[0, -new:].tolist()),  # type: ignore[misc]

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 Prompts = Tensor | Sequence[Sequence[int] | Tensor]
 Stop = int | Sequence[int | Sequence[int]]
 Stream = Callable[[int, int], object]
+LIKELIEST = 1024
+"""Tokens that top_p looks at first: they nearly always suffice, and sorting a whole vocabulary is slow."""
 
 
 @dataclass
@@ -108,10 +110,13 @@ class Sampler:
         scores = logits / s.temperature
         if s.top_k is not None and s.top_k < scores.shape[-1]:
             scores, tokens = scores.topk(s.top_k)
-        elif s.top_p is not None and s.top_p < 1:
-            scores, tokens = scores.sort(descending=True, stable=True)
         p = scores.softmax(-1)
         if s.top_p is not None and s.top_p < 1:
+            if tokens is None:
+                everything = p
+                p, tokens = everything.topk(min(LIKELIEST, everything.shape[-1]))
+                if (p.sum(-1) < s.top_p).any():
+                    p, tokens = everything.sort(descending=True)
             likelier = p.cumsum(-1, dtype=torch.float64) - p  # the probability of all before, 0 for the first
             p = p.masked_fill(likelier >= s.top_p, 0.0)
         if s.min_p is not None:

@@ -1,8 +1,10 @@
 """The cache of a batch whose rows stand at different positions: every row is as if it were alone."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from small_models import BLOCK, PREFIX, WINDOW, small_decoder, some_tokens, variants
+from small_models import BLOCK, PREFIX, SMALL, WINDOW, small_decoder, some_tokens, variants
 
 import headgate
 from headgate.errors import HeadgateError
@@ -36,6 +38,21 @@ def test_rows_of_different_lengths_are_as_if_alone(pattern: str | list[str]) -> 
             assert torch.allclose(logits[row], expected, rtol=0, atol=1e-9), f"row {row}"
     assert cache.lengths == after
     assert cache.length == max(after)
+
+
+@pytest.mark.parametrize(
+    "mechanism", ["full", "dynamic-sparse", "local:global_tokens=3", "head-gated", "sparse-geometric"]
+)
+@torch.no_grad()
+def test_the_native_kernels_take_rows_apart_alike(mechanism: str) -> None:
+    decoder = small_decoder(mechanism, config=replace(SMALL, head_dim=16)).float()
+    cache = ragged(decoder, LENGTHS)
+    cache.select([2, 0, 3, 1])
+    following = some_tokens(4, 3, seed=9)
+    logits = torch.cat([decoder(token, cache=cache) for token in following.split(1, dim=1)], 1)
+    for place, row in enumerate([2, 0, 3, 1]):
+        sequence = torch.cat([some_tokens(1, LENGTHS[row], seed=row), following[place : place + 1]], 1)
+        assert torch.allclose(logits[place], decoder(sequence)[0, -3:], rtol=0, atol=1e-3), f"row {row}"
 
 
 @torch.no_grad()

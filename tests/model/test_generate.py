@@ -47,6 +47,14 @@ def test_500_cached_tokens_are_the_uncached_ones(mechanism: str) -> None:
     assert len(set(new)) > 20
 
 
+@pytest.mark.parametrize("mechanism", variants())
+def test_half_precision_generates_too(mechanism: str) -> None:
+    decoder = small_decoder(mechanism).bfloat16()
+    skip_below = 0.4 if decoder.layers[0].attention.mechanism.skips else None
+    completions = decoder.generate([prompt(3), prompt(PREFIX + WINDOW)], 4, skip_below=skip_below)
+    assert [len(c.tokens) for c in completions] == [4, 4]
+
+
 @pytest.mark.parametrize("mechanism", ["full", "dynamic-sparse", "local", "head-gated"])
 def test_single_precision_chooses_what_is_likeliest_but_for_rounding(mechanism: str) -> None:
     """fp32 and a head width of 16 take the native kernels where they are built."""
@@ -131,9 +139,9 @@ def defined(logits: Tensor, occurred: set[int], s: Sampling) -> list[float]:
             break
         kept.append(token)
         mass += weights[token] / total
-    kept = [token for token in kept if weights[token] >= (s.min_p or 0) * weights[order[0]]]
-    total = sum(weights[token] for token in kept)
-    return [weights[token] / total if token in kept else 0.0 for token in range(len(scores))]
+    left = {token for token in kept if weights[token] >= (s.min_p or 0) * weights[order[0]]}
+    total = sum(weights[token] for token in left)
+    return [weights[token] / total if token in left else 0.0 for token in range(len(scores))]
 
 
 @pytest.mark.parametrize(
@@ -170,6 +178,19 @@ def test_draws_follow_their_definition(sampling: Sampling) -> None:
     chi_square = sum((o - e) ** 2 / e for o, e in zip(observed, expected, strict=True))
     freedom = len(expected) - 1
     assert chi_square < freedom + 4 * math.sqrt(2 * freedom) + 12
+
+
+def test_top_p_looks_as_far_as_it_must() -> None:
+    """Of a large vocabulary a part is looked at first; a flat distribution needs more of it."""
+    size = 5000
+    draws = {}
+    for scale in (0.01, 3.0):
+        logits = torch.randn(size, generator=torch.Generator().manual_seed(3)) * scale
+        kept = {token for token, p in enumerate(defined(logits, set(), Sampling(top_p=0.9))) if p > 0}
+        sampler = Sampler(Sampling(top_p=0.9), [torch.tensor([0])] * 400, size)
+        draws[scale] = set(sampler(logits.expand(400, -1), list(range(400))).tolist())
+        assert draws[scale] <= kept
+    assert len(draws[0.01]) > 300 > len(draws[3.0]) > 20
 
 
 def test_greedy_takes_the_highest_logit_after_the_penalty() -> None:
