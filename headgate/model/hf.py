@@ -343,5 +343,5 @@ def shifted_labels(labels: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
     return targets
 
 
-AutoConfig.register(MODEL_TYPE, HeadgateConfig)
-AutoModelForCausalLM.register(HeadgateConfig, HeadgateForCausalLM)
+AutoConfig.register(MODEL_TYPE, HeadgateConfig, exist_ok=True)
+AutoModelForCausalLM.register(HeadgateConfig, HeadgateForCausalLM, exist_ok=True)
