@@ -313,6 +313,8 @@ def _write(
         settings |= _describe_tokenizer(temporary)
         save_file(tensors, temporary / "model.safetensors", metadata=header)
         write_text(temporary / "config.json", json.dumps(settings, indent=2, allow_nan=False) + "\n")
+        # safetensors makes its files readable for their owner alone; the folder is meant to be passed on
+        shutil.copymode(temporary / "config.json", temporary / "model.safetensors")
         if out.is_dir():
             out.rmdir()
         temporary.rename(out)

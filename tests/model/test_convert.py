@@ -85,6 +85,7 @@ def test_there_and_back_the_logits_are_the_same(family: str, tmp_path: Path) -> 
     done = convert(tmp_path / "qwen", tmp_path / "ours")
     decoder = headgate.load(tmp_path / "ours")
     assert done.parameters == decoder.parameter_count() == model.num_parameters()
+    assert len({path.stat().st_mode for path in (tmp_path / "ours").iterdir()}) == 1
     with torch.no_grad():
         expected = model(some_tokens()).logits
         assert expected.std() > 0.3
