@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from headgate.config import RunOptions, StudyOptions
 from headgate.errors import HeadgateError, suggestion
@@ -85,6 +85,7 @@ def train(
     out: str,
     data: str | None = None,
     mechanism: str | None = None,
+    init: str | None = None,
     override: tuple[str, ...] = (),
     options: RunOptions = RunOptions(),  # noqa: B008 - frozen
 ) -> None:
@@ -95,11 +96,12 @@ def train(
         out: The run folder.
         data: A folder that `headgate prepare` wrote; that of the run when absent.
         mechanism: The attention of all layers, such as 'dynamic-sparse:window=64,gate=open'.
+        init: Begin with the weights of this folder, such as `headgate convert` writes; its model is trained.
         override: A setting that differs, such as train.steps=100; the word alone says it too.
     """
     from headgate.train.start import start
 
-    stopped_by = start(recipe, override, out=out, data=data, mechanism=mechanism, options=options)
+    stopped_by = start(recipe, override, out=out, data=data, mechanism=mechanism, init=init, options=options)
     if stopped_by:
         sys.exit(128 + stopped_by)
 
@@ -112,6 +114,7 @@ def evaluate(
     tokens: int | None = None,
     checkpoint: str = "last",
     data: str | None = None,
+    context: int | None = None,
     device: str | None = None,
     skip_below: tuple[float, ...] = (),
     json: bool = False,
@@ -119,11 +122,12 @@ def evaluate(
     """Evaluate a run on the tokens of a split: loss, perplexity, bits per byte, loss by position, gates.
 
     Args:
-        run: The run folder.
+        run: The run folder, or with --data and --context any folder or file that holds a model.
         split: val, test or train.
         tokens: Only so many from the beginning; all of them when absent.
         checkpoint: last, best, or a step.
         data: Where the run's data is now; where it was trained on when absent.
+        context: Tokens of a sequence; as many as in training when absent.
         device: Such as cpu or cuda; the GPU when there is one.
         skip_below: Thresholds for gates: what each skips in decoding, the time it saves, the loss it costs.
         json: Print one JSON object instead of tables.
@@ -132,13 +136,13 @@ def evaluate(
     from headgate.train.progress import print_evaluation
 
     skipped = []
+    chosen: dict[str, Any] = {"split": split, "tokens": tokens, "which": checkpoint}
+    chosen |= {"data": data, "context": context, "device": device}
     if skip_below:
         from headgate.study.skipping import gate_skipping, print_skipping
 
-        skipped = gate_skipping(
-            run, skip_below, split=split, tokens=tokens, which=checkpoint, data=data, device=device
-        )
-    result = evaluate_run(run, split=split, tokens=tokens, which=checkpoint, data=data, device=device)
+        skipped = gate_skipping(run, skip_below, **chosen)
+    result = evaluate_run(run, **chosen)
     if skipped:
         result["skipping"] = [threshold.to_dict() for threshold in skipped]
     print_evaluation(result, as_json=json)
@@ -203,6 +207,33 @@ def generate(
         )
     print()
     print(told, file=sys.stderr)
+
+
+def convert(
+    source: str,
+    out: str,
+    /,
+    *,
+    to: Literal["headgate", "qwen"] = "headgate",
+    mechanism: str | None = None,
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None,
+) -> None:
+    """Turn a Hugging Face Qwen2, Qwen2.5 or Qwen3 into headgate's form, or back; change its attention.
+
+    Args:
+        source: A Hugging Face folder, a run folder, a checkpoint, or a .safetensors file of headgate.
+        out: The folder to write; it must not exist, or be empty.
+        to: headgate (transformers reads it too, with headgate.model.hf imported), or plain qwen.
+        mechanism: The attention of all layers from now on, such as 'dynamic-sparse:window=512', or a pattern
+            over them, '["local", "full"]'; it starts as full attention where it can.
+        dtype: Of the weights; as in the source when absent.
+    """
+    from headgate.model.convert import convert
+
+    done = convert(source, out, to=to, mechanism=mechanism, dtype=dtype)
+    print(f"{done.source} -> {done.form}: {done.parameters:,} parameters in {done.dtype}, in {out!r}")
+    for change in done.changes:
+        print(change)
 
 
 def bench(
@@ -336,6 +367,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "train": train,
     "evaluate": evaluate,
     "generate": generate,
+    "convert": convert,
     "compare": compare,
     "ablate": ablate,
     "report": report,

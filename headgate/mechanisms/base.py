@@ -7,7 +7,7 @@ the keys and values known so far, of which the first has position `start` and th
 import hashlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeVar
@@ -98,6 +98,14 @@ class Mechanism(nn.Module):
         """Fill the parameter called `name` inside this mechanism; by default as the rest of the decoder."""
         initialise_parameter(name, parameter, generator)
 
+    def open(self) -> float:
+        """Fill the parameters so that the mechanism starts as full attention, as far as it can.
+
+        Weights that were trained with full attention are retrofitted this way. Returns at how many of the
+        first positions it then computes what full attention does: math.inf for all, 0 for none.
+        """
+        return 0
+
     def observe(self, name: str, value: Tensor) -> None:
         """Hand a value to an active `headgate.probe`; does nothing otherwise."""
         if self._observer is not None:
@@ -184,12 +192,13 @@ def build_mechanism(
     return mechanism
 
 
-def initialise(module: nn.Module, seed: int) -> None:
+def initialise(module: nn.Module, seed: int, *, skip: Container[str] = ()) -> None:
     """Fill every parameter from a generator seeded by (seed, the parameter's name), so that two models share
-    bit for bit every weight they both have. Parameters on the meta device are left alone."""
+    bit for bit every weight they both have. Parameters on the meta device, and those to skip, are left alone.
+    """
     mechanisms = {name: m for name, m in module.named_modules() if isinstance(m, Mechanism)}
     for name, parameter in module.named_parameters():
-        if parameter.is_meta:
+        if parameter.is_meta or name in skip:
             continue
         digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=True))
@@ -241,6 +250,18 @@ def probe(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
             mechanism._observer = earlier
 
 
+OPEN = 10.0
+"""Bias of an open gate: 1 - sigmoid(10) = 5e-5, which leaves a model's logits alone to about 5e-4. A larger
+one would be nearer to the identity, and learn later: the gate's gradient shrinks with it as exp(-bias)."""
+
+
+@torch.no_grad()
+def open_gate(gate: nn.Linear, bias: float = OPEN) -> None:
+    """Make a gate the same for every input: sigmoid(bias). Its weights, at 0, still have a gradient."""
+    gate.weight.zero_()
+    gate.bias.fill_(bias)
+
+
 @contextmanager
 def skipping(model: nn.Module, below: float) -> Iterator[None]:
     """Inside, what a gate of the mechanisms weighs less than `below` counts as nothing, and when single
@@ -267,6 +288,13 @@ def rounded(gate: Tensor, below: float, *, down: bool, up: bool) -> Tensor:
     if down:
         gate = gate.masked_fill(gate < below, 0.0)
     return gate.masked_fill(gate > 1 - below, 1.0) if up else gate
+
+
+def opened(logits: Tensor) -> Tensor:
+    """How far a gate with these logits is open: their sigmoid, computed in fp32 at least. In bf16 a gate
+    above 0.998 is 1, and would never learn to close: its gradient is computed as g * (1 - g)."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return logits.to(wide).sigmoid().to(logits.dtype)
 
 
 def head_weights(gate: Tensor) -> Tensor:

@@ -30,6 +30,8 @@ from headgate.mechanisms.base import (
     Mechanism,
     MechanismOptions,
     head_weights,
+    open_gate,
+    opened,
     register,
     require_all_keys,
     rounded,
@@ -147,8 +149,7 @@ class ContextAdaptive(Mechanism):
             (torch.linalg.vecdot(wide, wide)[..., None] / x.shape[-1] + (norm.eps or 0.0)).rsqrt().to(x.dtype)
         )
         hidden = F.linear(x, first.weight * norm.weight) * scale + first.bias
-        gate: Tensor = self.gate[2:](hidden).sigmoid()
-        return gate
+        return opened(self.gate[2:](hidden))
 
     def _local(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, start: int, active: Tensor | None = None
@@ -187,6 +188,29 @@ class ContextAdaptive(Mechanism):
         fixed = {"half": 0.5, "global": 0.0}
         g = fixed[o.gate] if self.gate is None else head_weights(self.gate(x).sigmoid())
         return g * local + (1 - g) * everything
+
+    def open(self) -> float:
+        """Towards the local branch at its widest: the global one leaves keys out from the third token on."""
+        o = self.options
+        if self.gate is not None:
+            last = self.gate[-1]
+            assert isinstance(last, nn.Linear)
+            open_gate(last)
+        if self.width is not None:
+            open_gate(self.width)
+        local = (o.window if self.width is None else o.max_window) + 1
+        everything = self._global_reach(local)
+        return {"learned": local, "local": local, "half": everything, "global": everything}[o.gate]
+
+    def _global_reach(self, most: int) -> int:
+        """How many first positions, at most `most`, have all of their keys in the global branch."""
+        o = self.options
+        for i, count in enumerate(top_counts(most, o.top_k)):
+            past = i // o.block
+            blocks = min(past, -(-count // o.block)) * o.block + i % o.block + 1
+            if (count if o.select == "token" else blocks) < i + 1:
+                return i
+        return most
 
     def first_key(self, position: int) -> int:
         o = self.options

@@ -9,6 +9,7 @@ The paper windows "sequences longer than 512". Taken per sequence, an early toke
 many tokens follow it, and no KV cache could work; taken per token, on its own prefix, it does not.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,6 +22,8 @@ from headgate.mechanisms.base import (
     Mechanism,
     MechanismOptions,
     head_weights,
+    open_gate,
+    opened,
     register,
     rounded,
 )
@@ -82,12 +85,18 @@ class DynamicSparse(Mechanism):
     def _gate(self, x: Tensor) -> Tensor | None:
         if self.gate is None:
             return None
-        gate: Tensor = self.gate(x).sigmoid()
+        gate = opened(self.gate(x))
         self.observe("gate", gate)
         if self.skip_below:
             gate = rounded(gate, self.skip_below, down=True, up=False)
             self.observe("skipped", gate == 0)
         return gate
+
+    def open(self) -> float:
+        if self.gate is not None:
+            open_gate(self.gate)
+        o = self.options
+        return math.inf if o.window is None else max(o.dense_prefix, o.window + 1)
 
     def first_key(self, position: int) -> int:
         o = self.options

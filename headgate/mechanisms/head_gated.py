@@ -8,6 +8,7 @@ The global branch is not computed beside the local one: the keys beyond the wind
 themselves, and global = merge(local, far) by their log-sum-exps. The cost is that of full attention.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,10 +18,13 @@ from torch import Tensor, nn
 from headgate import ops
 from headgate.config import require_at_least
 from headgate.mechanisms.base import (
+    OPEN,
     Heads,
     Mechanism,
     MechanismOptions,
     head_weights,
+    open_gate,
+    opened,
     register,
     rounded,
 )
@@ -62,7 +66,7 @@ class HeadGated(Mechanism):
         openness: Tensor | float = 0.5
         active = None
         if self.gate is not None:
-            gate = self.gate(x).sigmoid()
+            gate = opened(self.gate(x))
             self.observe("gate", gate)
             if self.skip_below:
                 # Only upwards: the keys of the window belong to the global branch too, so a closed local
@@ -93,6 +97,12 @@ class HeadGated(Mechanism):
         fixed = {"half": 0.5, "local": 1.0, "global": 0.0}
         g = fixed[self.options.gate] if self.gate is None else head_weights(self.gate(x).sigmoid())
         return g * local + (1 - g) * everything
+
+    def open(self) -> float:
+        """Towards the global branch, which is full attention: the gate starts at 0."""
+        if self.gate is not None:
+            open_gate(self.gate, -OPEN)
+        return self.options.window + 1 if self.options.gate in ("half", "local") else math.inf
 
     def first_key(self, position: int) -> int:
         return max(0, position - self.options.window) if self.options.gate == "local" else 0

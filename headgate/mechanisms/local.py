@@ -42,6 +42,9 @@ class Local(Mechanism):
             0
         ]
 
+    def open(self) -> float:
+        return self.options.window + 1 + self.options.global_tokens
+
     def first_key(self, position: int) -> int:
         return max(0, position - self.options.window)
 

@@ -37,7 +37,7 @@ def rotation(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Te
     """RoPE's cosines and sines, in fp32 whatever the model's dtype: (T,D/2), or (B,1,T,D/2) for positions
     (B,T)."""
     exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
-    angle = positions[..., None].float() * theta**-exponent
+    angle = positions[..., None].float() * (1.0 / theta**exponent)  # as Qwen does, to the last digit
     if positions.ndim == 2:
         angle = angle[:, None]
     return angle.cos(), angle.sin()
@@ -162,16 +162,25 @@ class Decoder(nn.Module):
         The loss never holds the logits of the whole batch: they are made and used up in chunks.
         """
         x = self.hidden(tokens, cache=cache)
-        chunk = max(64, min(1024, LOSS_CHUNK_ELEMENTS // self.config.vocab_size))
         if predict:
-            likeliest = [F.linear(part, self.head_weight).argmax(-1) for part in x.flatten(0, 1).split(chunk)]
+            parts = x.flatten(0, 1).split(self._chunk)
+            likeliest = [F.linear(part, self.head_weight).argmax(-1) for part in parts]
             return torch.cat(likeliest).unflatten(0, tokens.shape)
         if targets is None:
             return F.linear(x, self.head_weight)
         if targets.shape != tokens.shape:
             given, expected = tuple(targets.shape), tuple(tokens.shape)
             raise HeadgateError(f"targets have shape {given}; expected the tokens' shape {expected}")
-        options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=min(chunk, targets.numel()))
+        return self.loss(x, targets, reduction=reduction)
+
+    @property
+    def _chunk(self) -> int:
+        """Tokens whose logits are held at once."""
+        return max(64, min(1024, LOSS_CHUNK_ELEMENTS // self.config.vocab_size))
+
+    def loss(self, x: Tensor, targets: Tensor, *, reduction: Literal["mean", "sum", "none"]) -> Tensor:
+        """The cross-entropy of final states (B,T,C), as `forward` gives it."""
+        options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=min(self._chunk, targets.numel()))
         loss = F.linear_cross_entropy(
             x.flatten(0, 1),
             self.head_weight,
@@ -316,27 +325,10 @@ def with_mechanism(
 def load(path: str | os.PathLike[str]) -> Decoder:
     """The decoder in a safetensors file that `Decoder.save` wrote, in a folder with a model.safetensors such
     as a checkpoint, or in the latest checkpoint of a run folder."""
-    path = Path(path)
-    file = path / "model.safetensors" if path.is_dir() else path
-    if not file.is_file():
-        saved = sorted(path.glob("checkpoints/step-*/model.safetensors"))
-        if not saved:
-            raise HeadgateError(
-                f"{str(path)!r} holds no model; expected a .safetensors file, a folder with "
-                "model.safetensors, or a run folder with a checkpoint"
-            )
-        file = saved[-1]
-    try:
-        with safe_open(file, framework="pt") as opened:
-            metadata = opened.metadata() or {}
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise HeadgateError(
-            f"{str(file)!r} is not a whole safetensors file ({error}); write it with Decoder.save"
-        ) from None
-    if "headgate" not in metadata:
-        raise HeadgateError(f"{str(file)!r} has no headgate config in its header; write it with Decoder.save")
-    config = from_dict(ModelConfig, json.loads(metadata["headgate"]))
+    file = model_file(path)
+    config = header_config(file)
+    with safe_open(file, framework="pt") as opened:
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     with torch.device("meta"):
         decoder = Decoder(config)
     expected = {name: tuple(tensor.shape) for name, tensor in decoder.state_dict().items()}
@@ -349,3 +341,35 @@ def load(path: str | os.PathLike[str]) -> Decoder:
             )
     decoder.load_state_dict(tensors, assign=True)
     return decoder
+
+
+def model_file(path: str | os.PathLike[str]) -> Path:
+    """The safetensors file that `load` reads for a path."""
+    path = Path(path)
+    file = path / "model.safetensors" if path.is_dir() else path
+    if file.is_file():
+        return file
+    saved = sorted(path.glob("checkpoints/step-*/model.safetensors"))
+    if not saved:
+        raise HeadgateError(
+            f"{str(path)!r} holds no model; expected a .safetensors file, a folder with "
+            "model.safetensors, or a run folder with a checkpoint"
+        )
+    return saved[-1]
+
+
+def header_config(file: Path) -> ModelConfig:
+    """The config in the header of a file that `Decoder.save` wrote."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            metadata = opened.metadata() or {}
+    except SafetensorError as error:
+        raise HeadgateError(
+            f"{str(file)!r} is not a whole safetensors file ({error}); write it with Decoder.save"
+        ) from None
+    if "headgate" not in metadata:
+        raise HeadgateError(
+            f"{str(file)!r} has no headgate config in its header; write it with Decoder.save, or "
+            "turn it into one with headgate convert"
+        )
+    return from_dict(ModelConfig, json.loads(metadata["headgate"]))

@@ -63,6 +63,7 @@ def gate_skipping(
     tokens: int | None = None,
     which: str = "last",
     data: str | os.PathLike[str] | None = None,
+    context: int | None = None,
     device: str | None = None,
     seconds: float = 20.0,
     progress: Callable[[str], None] = lambda text: None,
@@ -74,7 +75,7 @@ def gate_skipping(
     """
     if not thresholds:
         raise HeadgateError("there is no threshold to measure; give at least one, such as 0.05")
-    opened = open_run(run, split=split, which=which, data=data)
+    opened = open_run(run, split=split, which=which, data=data, context=context)
     train = opened.settings.train
     with join(device) as world:
         decoder = load(opened.checkpoint).to(world.device).eval()

@@ -15,10 +15,10 @@ from torch import Tensor
 from headgate.config import Config, finite
 from headgate.data.loader import IGNORED, Windows
 from headgate.data.recall import distances
-from headgate.data.shards import open_split
+from headgate.data.shards import open_split, read_manifest
 from headgate.errors import HeadgateError
 from headgate.mechanisms.base import probe
-from headgate.model.decoder import Decoder, load
+from headgate.model.decoder import Decoder, header_config, load, model_file
 from headgate.train import checkpoint
 from headgate.train.distributed import World, join
 from headgate.train.folder import RunFolder, describe_data, read_config, read_data
@@ -198,9 +198,10 @@ def open_run(
     split: str = "val",
     which: str = "last",
     data: str | os.PathLike[str] | None = None,
+    context: int | None = None,
 ) -> OpenedRun:
     """A checkpoint of a run folder (`which`: last, best or a step) and a split of the data it was trained
-    on."""
+    on, in sequences as long as in training unless `context` says otherwise."""
     settings, record = read_config(run), read_data(run)
     folder = checkpoint.find(RunFolder(run), which)
     source = record.folder if data is None else data
@@ -209,7 +210,8 @@ def open_run(
         raise HeadgateError(
             f"{str(source)!r} is not the data that {str(run)!r} was trained on; give that with --data"
         )
-    return OpenedRun(settings, folder, Windows(open_split(source, split), settings.train.context))
+    length = settings.train.context if context is None else context
+    return OpenedRun(settings, folder, Windows(open_split(source, split), length))
 
 
 def evaluate_run(
@@ -219,30 +221,42 @@ def evaluate_run(
     tokens: int | None = None,
     which: str = "last",
     data: str | os.PathLike[str] | None = None,
+    context: int | None = None,
     device: str | None = None,
 ) -> dict[str, Any]:
-    """Evaluate a checkpoint of a run folder (`which`: last, best or a step) on a split of its data."""
-    if tokens is not None and tokens < 1:
-        raise HeadgateError(f"tokens={tokens} is too small; expected at least 1, or none for all")
-    opened = open_run(run, split=split, which=which, data=data)
-    train = opened.settings.train
+    """Evaluate a checkpoint of a run folder (`which`: last, best or a step) on a split of its data, or any
+    other model on the data given."""
+    for name, value in (("tokens", tokens), ("context", context)):
+        if value is not None and value < 1:
+            raise HeadgateError(f"{name}={value} is too small; expected at least 1, or none for all")
+    if (Path(run) / "checkpoints").is_dir():
+        opened = open_run(run, split=split, which=which, data=data, context=context)
+        folder, windows, train = opened.checkpoint, opened.windows, opened.settings.train
+        batch_size, precision, step = train.batch_size, train.precision, checkpoint.read_state(folder).step
+    else:
+        folder, batch_size, precision, step = model_file(run), 1, "fp32", None
+        if data is None or context is None:
+            raise HeadgateError(
+                f"{str(run)!r} is a model and no run, so it has no data and context of its own; give --data "
+                "and --context"
+            )
+        windows = Windows(open_split(data, split), context)
+        _check_vocabulary(folder, data)
     with join(device) as world:
-        decoder = load(opened.checkpoint).to(world.device)
+        decoder = load(folder).to(world.device)
         result = evaluate(
-            decoder,
-            opened.windows,
-            tokens=tokens,
-            batch_size=train.batch_size,
-            precision=train.precision,
-            world=world,
+            decoder, windows, tokens=tokens, batch_size=batch_size, precision=precision, world=world
         )
-    return {
-        "run": str(run),
-        "checkpoint": opened.checkpoint.name,
-        "step": checkpoint.read_state(opened.checkpoint).step,
-        "split": split,
-        **result.to_dict(),
-    }
+    return {"run": str(run), "checkpoint": folder.name, "step": step, "split": split, **result.to_dict()}
+
+
+def _check_vocabulary(model: Path, data: str | os.PathLike[str]) -> None:
+    manifest, known = read_manifest(data), header_config(model).vocab_size
+    if manifest is not None and manifest.tokenizer.vocab_size > known:
+        raise HeadgateError(
+            f"{str(data)!r} has {manifest.tokenizer.vocab_size} kinds of tokens, and the model knows "
+            f"{known}; prepare it with the model's tokenizer"
+        )
 
 
 def _uncompiled(decoder: Decoder) -> AbstractContextManager[None]:

@@ -142,7 +142,7 @@ def test_data_may_move_but_not_change(run: Path, data: Path, micro: Config, tmp_
 
 
 def test_mistakes_are_one_sentence(run: Path, tmp_path: Path, data: Path, micro: Config) -> None:
-    with pytest.raises(HeadgateError, match="is no run folder"):
+    with pytest.raises(HeadgateError, match="holds no model"):
         evaluate_run(tmp_path)
     with pytest.raises(HeadgateError, match="'vall' is not a split"):
         evaluate_run(run, split="vall")
