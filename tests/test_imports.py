@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1] / "headgate"
 BASE = ["errors", "version", "config", "registry"]
 LINES = [
     [*BASE, "recipes", "ops", "mechanisms", "model", "train", "study"],
-    [*BASE, "data", "train"],
+    [*BASE, "data", "train", "study"],
     [*BASE, "report"],
 ]
 TOP = {"cli", "catalogue", "prompt", "__init__", "__main__"}  # they tie the rooms together

@@ -19,7 +19,7 @@ from headgate.ops import reference
 COMPONENTS = 4
 FARTHEST = 12.0
 """Where the last component starts, in log2(1 + distance): 4,095 tokens away."""
-WIDE = 256.0
+WIDE = 512.0
 """Deviation of a prior that is nearly even: over 4,095 tokens it changes a logit by less than 3e-4."""
 
 

@@ -61,6 +61,7 @@ def make(family: str, folder: Path, *, shards: bool = True) -> Any:
     if theta is not None:
         settings["rope_parameters"] = {"rope_type": "default", "rope_theta": theta}
     config = getattr(transformers, f"{kind}Config")(**settings)
+    torch.manual_seed(0)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
