@@ -1,9 +1,13 @@
 """What all tests share."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+# Triton reads it when it is first imported: its kernels then run on the CPU, one operation at a time.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headgate.errors import HeadgateError
-from headgate.ops import reference
+from headgate.ops import flex, reference
 from headgate.ops.dispatch import Op, check
 from headgate.ops.registration import refuse_gradient, register, register_gradient
 from headgate.ops.span import causal_gradients, span_attention
@@ -72,10 +72,11 @@ def choose_blocks(q: Tensor, k: Tensor, *, block: int, scale: float) -> Tensor:
     positions = torch.arange(offset, k.shape[2], device=q.device)
     counts = -(-reference.top_count(positions, scale) // block)
     counts = torch.minimum(counts, positions // block)
-    chosen = torch.full((*q.shape[:3], int(counts.max())), -1, dtype=torch.int64, device=q.device)
+    slots = _slots(k.shape[2] - 1, block, scale)
+    chosen = torch.full((*q.shape[:3], slots), -1, dtype=torch.int64, device=q.device)
     for a, b in query_tiles(q.shape[2], q.shape[0] * q.shape[1] * n, most=1024):
         past = (offset + b - 1) // block  # complete blocks before the tile's last query
-        most = int(counts[a:b].max())
+        most = _slots(offset + b - 1, block, scale)
         if most == 0:
             continue
         grouped = q[:, :, a:b].unflatten(1, (k.shape[1], -1)).flatten(2, 3)
@@ -91,6 +92,17 @@ def choose_blocks(q: Tensor, k: Tensor, *, block: int, scale: float) -> Tensor:
             if slot + 1 < most:
                 scores.scatter_(-1, best, -math.inf)
     return chosen
+
+
+def _slots(position: int, block: int, scale: float) -> int:
+    """How many past blocks a query there attends to, and none before it more: known without a look at
+    tensors, which would break a graph being traced."""
+    return min(-(-math.ceil(scale * math.sqrt(position + 1)) // block), position // block)
+
+
+@BLOCKS.path("flex", refuse=flex.refuse)
+def _flex(q: Tensor, k: Tensor, v: Tensor, *, block: int, scale: float) -> Tensor:
+    return flex.block_selected_attention(q, k, v, choose_blocks(q, k, block=block, scale=scale), block)
 
 
 @BLOCKS.path("torch")

@@ -1,0 +1,195 @@
+"""What the Triton kernels need of a GPU, read from kernels compiled for it; no GPU is needed.
+
+    python benchmarks/triton_resources.py                          the table of docs/gpu.md
+    python benchmarks/triton_resources.py --all --json all.json    every configuration, at all sizes and forms
+    python benchmarks/triton_resources.py --largest                some at the largest sizes, as the tests do
+
+Each kernel is compiled for A100 (sm_80), H100 (sm_90) and MI300 (gfx942), and its registers, spills and
+shared memory are read from the machine code. `--all` takes half an hour.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headgate.ops.triton.pair_gate import DTYPES, HIDDEN, KERNELS, WIDTHS, Config, configs, constants
+
+TARGETS: dict[str, tuple[str, int | str, int]] = {
+    "sm_80": ("cuda", 80, 32),
+    "sm_90": ("cuda", 90, 32),
+    "gfx942": ("hip", "gfx942", 64),
+}
+SPILL_LIMIT = 32
+"""Bytes a thread may spill: eight registers, once in a tile that computes for thousands of cycles."""
+SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 1024}
+"""Bytes of shared memory that one block may take: CUDA C++ programming guide, table of technical
+specifications; CDNA 3 instruction set architecture, local data share."""
+REGISTER_LIMIT = {"sm_80": 255, "sm_90": 255, "gfx942": 512}
+TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+
+
+@dataclass(frozen=True)
+class Case:
+    kernel: str
+    dtype: str
+    width: int
+    hidden: int
+    form: str
+    config: Config
+    target: str
+
+
+@dataclass(frozen=True)
+class Resources:
+    registers: int
+    spilled: int
+    """Bytes a thread spills to memory."""
+    shared: int
+    mufu: int
+    """Special-function instructions in the machine code of an NVIDIA device, 0 elsewhere."""
+
+
+def signature(case: Case) -> tuple[dict[str, Any], dict[Any, Any], dict[Any, Any]]:
+    """Types, constants and divisibility of the arguments, as a call with whole rows and many queries has
+    them."""
+    from headgate.ops.triton import pair_gate_kernels
+
+    kernel = getattr(pair_gate_kernels, case.kernel)
+    of_inputs, whole, attributes = f"*{case.dtype}", {}, {}
+    dtype = next(t for t, name in TYPES.items() if name == case.dtype)
+    values = constants(case.width, case.hidden, case.form, dtype, TARGETS[case.target][0])
+    values |= {"ROWS": case.config.rows, "COLUMNS": case.config.columns}
+    types: dict[str, Any] = {}
+    for place, name in enumerate(kernel.arg_names):
+        if name in values:
+            types[name], whole[place,] = "constexpr", values[name]
+        elif name.endswith("half_strides"):  # tokens last: the halves are transposed
+            types[name], whole[place, 2] = ("i32", "i32", "constexpr", "i32"), 1
+        elif name.endswith("strides"):
+            types[name] = ("i32", "i32", "i32")
+            attributes |= {(place, n): [["tt.divisibility", 16]] for n in range(3)}
+        elif name in ("heads", "repeat", "queries", "keys", "window"):
+            types[name] = "i32"
+        elif name == "scale":
+            types[name] = "fp32"
+        else:
+            sums = ("softmax", "delta") + (("d_w2", "d_b2") if case.kernel == "backward_queries" else ())
+            types[name] = "*fp32" if name in sums else of_inputs
+            attributes[place,] = [["tt.divisibility", 16]]
+    return types, whole, attributes
+
+
+def compiled(case: Case) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from headgate.ops.triton import pair_gate_kernels
+
+    types, whole, attributes = signature(case)
+    source = ASTSource(getattr(pair_gate_kernels, case.kernel), types, whole, attributes)
+    options = {"num_warps": case.config.warps, "num_stages": case.config.stages}
+    return triton.compile(source, target=GPUTarget(*TARGETS[case.target]), options=options)
+
+
+def resources(case: Case) -> Resources:
+    kernel = compiled(case)
+    shared = int(kernel.metadata.shared)
+    if TARGETS[case.target][0] == "hip":
+        text = kernel.asm["amdgcn"]
+
+        def field(name: str) -> int:
+            return int(re.findall(rf"\.{name}:\s+(\d+)", text)[-1])
+
+        registers = field("vgpr_count")  # the accumulation registers are counted among them
+        return Resources(registers, 4 * field("vgpr_spill_count"), shared, 0)
+    import triton.backends.nvidia
+
+    tools = Path(triton.backends.nvidia.__file__).parent / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage = _output(str(tools / "cuobjdump"), "-res-usage", file.name)
+        code = _output(str(tools / "nvdisasm"), "-c", file.name)
+    registers, stack = (int(re.findall(rf"{name}:(\d+)", usage)[-1]) for name in ("REG", "STACK"))
+    return Resources(registers, stack, shared, len(re.findall(r"\bMUFU\.", code)))
+
+
+def _output(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def cases(which: str) -> Iterator[Case]:
+    """Every configuration at D=64, M=16; or at all sizes and in both forms; or the first at the largest
+    sizes, in fp32 only of the kernel that needs the most."""
+    sizes: dict[str, tuple[Any, ...]] = {
+        "usual": ((64,), (16,), ("multiply",)),
+        "all": (WIDTHS, HIDDEN, ("multiply", "log")),
+        "largest": (WIDTHS[-1:], HIDDEN[-1:], ("multiply",)),
+    }
+    for target, kernel, dtype, (width, m, form) in product(TARGETS, KERNELS, DTYPES, product(*sizes[which])):
+        if which == "largest" and dtype == torch.float32 and kernel != "backward_keys":
+            continue
+        choices = configs(kernel, width, dtype, TARGETS[target][0])
+        for config in choices[:1] if which == "largest" else choices:
+            yield Case(kernel, TYPES[dtype], width, m, form, config, target)
+
+
+def faults(case: Case, found: Resources) -> list[str]:
+    """What would keep the kernel from running well on its target."""
+    result = []
+    if found.registers > REGISTER_LIMIT[case.target]:
+        result.append(f"{found.registers} registers")
+    if found.shared > SHARED_LIMIT[case.target]:
+        result.append(f"{found.shared} bytes of shared memory")
+    if found.spilled > SPILL_LIMIT:
+        result.append(f"{found.spilled} bytes spilled")
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--all", dest="which", action="store_const", const="all", default="usual")
+    parser.add_argument("--largest", dest="which", action="store_const", const="largest")
+    parser.add_argument("--json", type=Path, help="also write all figures here")
+    parser.add_argument("--only", nargs="+", help="keep cases whose name has one of these words")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    options = parser.parse_args()
+    os.environ.pop("TRITON_INTERPRET", None)
+    wanted = [c for c in cases(options.which) if not options.only or any(w in str(c) for w in options.only)]
+    with ProcessPoolExecutor(options.jobs) as pool:
+        found = list(pool.map(resources, wanted))
+    print("| kernel | dtype | D | M | form | tile, warps, stages | target | registers | spilled | shared |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    bad = []
+    for case, got in zip(wanted, found, strict=True):
+        c = case.config
+        tiles = f"{c.rows} x {c.columns}, {c.warps}, {c.stages}"
+        print(
+            f"| {case.kernel} | {case.dtype} | {case.width} | {case.hidden} | {case.form} | {tiles} "
+            f"| {case.target} | {got.registers} | {got.spilled} | {got.shared} |"
+        )
+        bad += [f"{case}: {fault}" for fault in faults(case, got)]
+    if options.json:
+        rows = [asdict(c) | asdict(r) for c, r in zip(wanted, found, strict=True)]
+        options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    print(f"\n{len(wanted)} kernels, {len(bad)} over a limit", *bad, sep="\n", file=sys.stderr)
+    sys.exit(1 if bad else 0)
+
+
+if __name__ == "__main__":
+    main()
