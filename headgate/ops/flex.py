@@ -121,7 +121,7 @@ def span_attention(
     prefix, first = max(0, dense_prefix - start), max(0, global_tokens - start)
     farthest = keys if window is None else min(window, keys)
     near, near_lse = _attend(q, k, v, _mask_of(q, Span(queries, keys, 0, farthest, prefix, first)))
-    if ring_log_weight is None or farthest >= min(ring, keys - 1):
+    if ring_log_weight is None:
         return near, near_lse
     far, far_lse = _attend(q, k, v, _mask_of(q, Span(queries, keys, farthest + 1, min(ring, keys))))
     far_lse = far_lse + ring_log_weight.to(far_lse.dtype)
@@ -147,16 +147,16 @@ def selected_mask(q: Tensor, k: Tensor, chosen: Tensor, block: int) -> BlockMask
         return result
 
     rows, columns = -(-queries // BLOCK), -(-keys // BLOCK)
-    own = torch.arange(keys - queries, keys, device=q.device, dtype=torch.int32) // block
-    marked = torch.cat([chosen, own[:, None].expand(batch, heads, -1, 1)], -1)  # (B,H,Tq,S+1)
-    marked = torch.nn.functional.pad(marked, (0, 0, 0, rows * BLOCK - queries), value=-1)
-    marked = marked.unflatten(2, (rows, BLOCK)).flatten(3)
+    i = torch.arange(keys - queries, keys, device=q.device, dtype=torch.int32)[:, None]
+    marked = torch.cat([chosen, (i // block).expand(batch, heads, -1, 1)], -1)  # (B,H,Tq,S+1)
     # One column more takes what marks nothing.
     some = torch.zeros(batch, heads, rows, columns + 1, dtype=torch.bool, device=q.device)
     for piece in range(-(-block // BLOCK) + 1):
         column = marked * block // BLOCK + piece
-        reached = (marked >= 0) & (column * BLOCK < (marked + 1) * block) & (column < columns)
-        some = some.scatter(3, torch.where(reached, column, columns).long(), True)
+        reached = (marked >= 0) & (column * BLOCK < (marked + 1) * block) & (column * BLOCK <= i)
+        column = torch.where(reached, column, columns)
+        column = torch.nn.functional.pad(column, (0, 0, 0, rows * BLOCK - queries), value=columns)
+        some = some.scatter(3, column.unflatten(2, (rows, BLOCK)).flatten(3).long(), True)
     return _block_mask(some[..., :columns], None, seen, queries, keys)
 
 
