@@ -86,7 +86,7 @@ def signature(case: Case) -> tuple[dict[str, Any], dict[Any, Any], dict[Any, Any
             types[name] = "fp32"
         else:
             sums = ("softmax", "delta") + (("d_w2", "d_b2") if case.kernel == "backward_queries" else ())
-            types[name] = "*fp32" if name in sums else of_inputs
+            types[name] = "*fp32" if name in (*sums, "query_half", "key_half") else of_inputs
             attributes[place,] = [["tt.divisibility", 16]]
     return types, whole, attributes
 

@@ -347,7 +347,7 @@ def test_explain_says_why_not_native() -> None:
     }
     for reason, inputs in refusals.items():
         explanation = ops.explain(pair_gated_attention, *inputs, form="log")
-        assert explanation.refusals == (("native", reason),)
+        assert explanation.refusals == (("native", reason), ("triton", "it runs on a GPU, not on cpu"))
         assert explanation.path == "torch"
         with pytest.raises(HeadgateError, match=reason):
             pair_gated_attention(*inputs, form="log", backend="native")

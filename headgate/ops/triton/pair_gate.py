@@ -21,7 +21,7 @@ DEVICES = ("cuda",)
 _INSTALLED = importlib.util.find_spec("triton") is not None
 DTYPES = (torch.float32, torch.bfloat16)
 TRANSPOSE_FROM = 32
-"""Queries from which a copy of the halves with tokens last pays: a tile then reads them in whole lines."""
+"""Queries from which a copy of the halves pays, in fp32 and tokens last: tiles read them again and again."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class _Call:
     ) -> None:
         q, k, v = map(_rows, (q, k, v))
         if q.shape[2] >= TRANSPOSE_FROM:
-            query_half, key_half = (t.mT.contiguous().mT for t in (query_half, key_half))
+            query_half, key_half = (t.float().mT.contiguous().mT for t in (query_half, key_half))
         self.tensors = (q, k, v, query_half, key_half, w2.contiguous(), b2.contiguous())
         self.strides = (*(t.stride()[:3] for t in (q, k, v)), query_half.stride(), key_half.stride())
         self.sizes = (
