@@ -1,11 +1,11 @@
 """What the Triton kernels need of a GPU, read from kernels compiled for it; no GPU is needed.
 
-    python benchmarks/triton_resources.py                          the table of docs/gpu.md
-    python benchmarks/triton_resources.py --all --json all.json    every configuration, at all sizes and forms
-    python benchmarks/triton_resources.py --largest                some at the largest sizes, as the tests do
+    python benchmarks/triton_resources.py                           the table of docs/gpu.md
+    python benchmarks/triton_resources.py --width 128 --hidden 32   at the largest sizes
+    python benchmarks/triton_resources.py --width 32 64 128 --hidden 4 8 16 32 --form multiply log    all of them
 
-Each kernel is compiled for A100 (sm_80), H100 (sm_90) and MI300 (gfx942), and its registers, spills and
-shared memory are read from the machine code. `--all` takes half an hour.
+Each kernel is compiled in all its configurations for A100 (sm_80), H100 (sm_90) and MI300 (gfx942), and its
+registers, spills and shared memory are read from the machine code: a few seconds each.
 """
 
 import argparse
@@ -57,8 +57,6 @@ class Resources:
     spilled: int
     """Bytes a thread spills to memory."""
     shared: int
-    mufu: int
-    """Special-function instructions in the machine code of an NVIDIA device, 0 elsewhere."""
 
 
 def signature(case: Case) -> tuple[dict[str, Any], dict[Any, Any], dict[Any, Any]]:
@@ -114,36 +112,35 @@ def resources(case: Case) -> Resources:
             return int(re.findall(rf"\.{name}:\s+(\d+)", text)[-1])
 
         registers = field("vgpr_count")  # the accumulation registers are counted among them
-        return Resources(registers, 4 * field("vgpr_spill_count"), shared, 0)
+        return Resources(registers, 4 * field("vgpr_spill_count"), shared)
+    usage = _cubin_tool(kernel, "cuobjdump", "-res-usage")
+    registers, stack = (int(re.findall(rf"{name}:(\d+)", usage)[-1]) for name in ("REG", "STACK"))
+    return Resources(registers, stack, shared)
+
+
+def machine_code(case: Case) -> str:
+    """What an NVIDIA device runs, as text."""
+    return _cubin_tool(compiled(case), "nvdisasm", "-c")
+
+
+def _cubin_tool(kernel: Any, tool: str, option: str) -> str:
+    """What one of the tools that come with Triton says about a compiled kernel."""
     import triton.backends.nvidia
 
-    tools = Path(triton.backends.nvidia.__file__).parent / "bin"
+    path = Path(triton.backends.nvidia.__file__).parent / "bin" / tool
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        usage = _output(str(tools / "cuobjdump"), "-res-usage", file.name)
-        code = _output(str(tools / "nvdisasm"), "-c", file.name)
-    registers, stack = (int(re.findall(rf"{name}:(\d+)", usage)[-1]) for name in ("REG", "STACK"))
-    return Resources(registers, stack, shared, len(re.findall(r"\bMUFU\.", code)))
+        return subprocess.run([path, option, file.name], check=True, capture_output=True, text=True).stdout
 
 
-def _output(*command: str) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-
-def cases(which: str) -> Iterator[Case]:
-    """Every configuration at D=64, M=16; or at all sizes and in both forms; or the first at the largest
-    sizes, in fp32 only of the kernel that needs the most."""
-    sizes: dict[str, tuple[Any, ...]] = {
-        "usual": ((64,), (16,), ("multiply",)),
-        "all": (WIDTHS, HIDDEN, ("multiply", "log")),
-        "largest": (WIDTHS[-1:], HIDDEN[-1:], ("multiply",)),
-    }
-    for target, kernel, dtype, (width, m, form) in product(TARGETS, KERNELS, DTYPES, product(*sizes[which])):
-        if which == "largest" and dtype == torch.float32 and kernel != "backward_keys":
-            continue
+def cases(widths: list[int], hidden: list[int], forms: list[str], *, first: bool) -> Iterator[Case]:
+    """Every configuration at these sizes; or the first, in fp32 only of the kernel that needs the most."""
+    for target, kernel, dtype, width, m, form in product(TARGETS, KERNELS, DTYPES, widths, hidden, forms):
         choices = configs(kernel, width, dtype, TARGETS[target][0])
-        for config in choices[:1] if which == "largest" else choices:
+        if first:
+            choices = choices[: dtype == torch.bfloat16 or kernel == "backward_keys"]
+        for config in choices:
             yield Case(kernel, TYPES[dtype], width, m, form, config, target)
 
 
@@ -163,14 +160,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--all", dest="which", action="store_const", const="all", default="usual")
-    parser.add_argument("--largest", dest="which", action="store_const", const="largest")
+    parser.add_argument("--width", type=int, nargs="+", choices=WIDTHS, default=[64])
+    parser.add_argument("--hidden", type=int, nargs="+", choices=HIDDEN, default=[16])
+    parser.add_argument("--form", nargs="+", choices=["multiply", "log"], default=["multiply"])
+    parser.add_argument("--first", action="store_true", help="only first configurations, as the tests do")
     parser.add_argument("--json", type=Path, help="also write all figures here")
-    parser.add_argument("--only", nargs="+", help="keep cases whose name has one of these words")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     options = parser.parse_args()
     os.environ.pop("TRITON_INTERPRET", None)
-    wanted = [c for c in cases(options.which) if not options.only or any(w in str(c) for w in options.only)]
+    wanted = list(cases(options.width, options.hidden, options.form, first=options.first))
     with ProcessPoolExecutor(options.jobs) as pool:
         found = list(pool.map(resources, wanted))
     print("| kernel | dtype | D | M | form | tile, warps, stages | target | registers | spilled | shared |")

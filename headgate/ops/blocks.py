@@ -21,6 +21,7 @@ from headgate.ops import flex, reference
 from headgate.ops.dispatch import Op, check
 from headgate.ops.registration import refuse_gradient, register, register_gradient
 from headgate.ops.span import causal_gradients, span_attention
+from headgate.ops.span_torch import accumulator
 from headgate.ops.tiles import query_tiles
 from headgate.ops.top_k import highest
 
@@ -202,10 +203,17 @@ def _block_rows(k: Tensor, block: int) -> Tensor:
 
 def _results(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     b, h, t, d = q.shape
-    return q.new_empty((b, t, h, d)).transpose(1, 2), q.new_empty((b, t, h)).transpose(1, 2)
+    lse = q.new_empty((b, t, h), dtype=accumulator(q)).transpose(1, 2)
+    return q.new_empty((b, t, h, d)).transpose(1, 2), lse
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, block: int, out: Tensor, lse: Tensor) -> None:
+    if q.dtype != lse.dtype:  # half precision is summed in fp32
+        wide = torch.empty_like(out, dtype=lse.dtype)
+        q, k, v = (t.to(lse.dtype) for t in (q, k, v))
+        _forward(q, k, v, chosen, block, wide, lse)
+        out.copy_(wide)
+        return
     scaled = _rows(q) / math.sqrt(q.shape[3])
     k_rows, v_rows = _block_rows(k, block), _block_rows(v, block)
     own = OwnBlocks.of(q, k, block)
@@ -256,6 +264,13 @@ def _backward(
 ) -> None:
     """Every branch is differentiated with the output and log-sum-exp of the whole: exp(s - lse) are then the
     final weights, and out . d_out is the same for all branches."""
+    if q.dtype != lse.dtype:
+        wide = [torch.empty_like(t, dtype=lse.dtype) for t in (d_q, d_k, d_v)]
+        d_out, q, k, v, out = (t.to(lse.dtype) for t in (d_out, q, k, v, out))
+        _backward(d_out, q, k, v, chosen, out, lse, block, *wide)
+        for to, gradient in zip((d_q, d_k, d_v), wide, strict=True):
+            to.copy_(gradient)
+        return
     own = OwnBlocks.of(q, k, block)
     queries, keys = map(own.queries, (q, out, lse, d_out)), map(own.keys, (k, v))
     (q_own, out_own, lse_own, d_own), (k_own, v_own) = queries, keys
