@@ -2,7 +2,7 @@
 
     python benchmarks/triton_resources.py                           the table of docs/gpu.md
     python benchmarks/triton_resources.py --width 128 --hidden 32   at the largest sizes
-    python benchmarks/triton_resources.py --width 32 64 128 --hidden 4 8 16 32 --form multiply log    all of them
+    python benchmarks/triton_resources.py --width 32 64 128 --hidden 4 8 16 32 --form multiply log
 
 Each kernel is compiled in all its configurations for A100 (sm_80), H100 (sm_90) and MI300 (gfx942), and its
 registers, spills and shared memory are read from the machine code: a few seconds each.
@@ -76,8 +76,9 @@ def signature(case: Case) -> tuple[dict[str, Any], dict[Any, Any], dict[Any, Any
         elif name.endswith("half_strides"):  # tokens last: the halves are transposed
             types[name], whole[place, 2] = ("i32", "i32", "constexpr", "i32"), 1
         elif name.endswith("strides"):
-            types[name] = ("i32", "i32", "i32")
-            attributes |= {(place, n): [["tt.divisibility", 16]] for n in range(3)}
+            count = 4 if name == "out_strides" else 3
+            types[name] = ("i32",) * count
+            attributes |= {(place, n): [["tt.divisibility", 16]] for n in range(count)}
         elif name in ("heads", "repeat", "queries", "keys", "window"):
             types[name] = "i32"
         elif name == "scale":

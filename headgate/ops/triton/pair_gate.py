@@ -35,6 +35,10 @@ class Config:
 
 
 KERNELS = ("forward", "backward_queries", "backward_keys")
+FEW_QUERIES = Config(16, 64, 4, 1)
+"""For decoding: the smallest tile of queries that tensor cores take."""
+PROGRAMS, PART_KEYS = 256, 256
+"""Decoding shares the keys of a head among programs, to have about so many, each with so many keys."""
 INTERPRETED = Config(64, 32, 4, 1)
 """Under TRITON_INTERPRET=1 kernels run on the CPU, one operation at a time: slow, for tests."""
 
@@ -44,15 +48,14 @@ def configs(kernel: str, width: int, dtype: torch.dtype, backend: str) -> tuple[
     more of them than bf16, and eight of AMD's warps of 64 leave each thread too few."""
     if backend == "interpreted":
         return (INTERPRETED,)
-    few_queries = Config(16, 64, 4, 1)
     if dtype == torch.float32:
         if kernel == "forward":
-            return Config(32, 32, 4, 1), Config(32, 16, 4, 1), few_queries
+            return Config(32, 32, 4, 1), Config(32, 16, 4, 1), FEW_QUERIES
         if backend == "hip":
             return Config(32, 16, 4, 1), Config(16, 32, 4, 1)
         return (Config(16, 32, 8, 1), Config(16, 16, 4, 1) if width > 64 else Config(32, 32, 8, 1))
     if kernel == "forward":
-        return Config(64, 32, 4, 1), Config(64, 32, 8, 1), Config(32, 32, 4, 1), few_queries
+        return Config(64, 32, 4, 1), Config(64, 32, 8, 1), Config(32, 32, 4, 1), FEW_QUERIES
     if backend == "hip":
         return Config(32, 32, 4, 1), Config(64, 16, 4, 1)
     return Config(32, 32, 4, 1), Config(32, 64, 8, 1)
@@ -89,12 +92,23 @@ def forward(
     softmax: Tensor,
 ) -> None:
     call = _Call(q, k, v, query_half, key_half, w2, b2, form, window)
+    parts = call.key_parts
+    to, statistics = out[None], softmax[None]
+    if parts > 1:
+        to, statistics = (t.new_empty((parts, *t.shape), dtype=softmax.dtype) for t in (out, softmax))
 
     def run(config: Config) -> None:
-        strides = (*call.strides, out.stride()[:3])
-        call.launch("forward", config, q.shape[2], *call.tensors, out, softmax, *strides)
+        strides = (*call.strides, (*to.stride()[1:4], to.stride(0)))
+        grid = (-(-q.shape[2] // config.rows), call.programs, parts)
+        call.launch("forward", config, grid, *call.tensors, to, statistics, *strides)
 
     call.on_device("forward", run)
+    if parts > 1:
+        top, total = statistics.unbind(-1)
+        best = top.amax(0)
+        share = total * (top - best).exp()
+        softmax.copy_(torch.stack([best, share.sum(0)], -1))
+        out.copy_((to * (share / share.sum(0))[..., None]).sum(0))
 
 
 def backward(
@@ -129,7 +143,8 @@ def backward(
         tiles = -(-queries // config.rows)
         parts = delta.new_empty((batch, heads, tiles, hidden)), delta.new_empty((batch, heads, tiles))
         results = (d_q, d_query_half, *parts)
-        call.launch("backward_queries", config, queries, d_out, *call.tensors, *saved, *results, *strides)
+        grid = (tiles, call.programs)
+        call.launch("backward_queries", config, grid, d_out, *call.tensors, *saved, *results, *strides)
         d_w2.copy_(parts[0].sum((0, 2)))
         d_b2.copy_(parts[1].sum((0, 2)))
 
@@ -138,7 +153,8 @@ def backward(
         if k.shape[1] != heads:  # a group's queries add up after every one of its heads is done
             per_head = tuple(t.new_empty((batch, heads, *k.shape[2:]), dtype=torch.float32) for t in (k, v))
         results = (*per_head, d_key_half)
-        call.launch("backward_keys", config, k.shape[2], d_out, *call.tensors, *saved, *results, *strides)
+        grid = (-(-k.shape[2] // config.rows), call.programs)
+        call.launch("backward_keys", config, grid, d_out, *call.tensors, *saved, *results, *strides)
         if k.shape[1] != heads:
             for to, part in zip((d_k, d_v), per_head, strict=True):
                 to.copy_(part.unflatten(1, (k.shape[1], -1)).sum(2))
@@ -177,11 +193,14 @@ class _Call:
         lengths = tuple(n.bit_length() for n in (self.programs, q.shape[2], k.shape[2], self.sizes[4]))
         self.kind = (q.device, q.dtype, *self.constants.values(), *lengths)
         self.configs = {n: configs(n, q.shape[3], q.dtype, backend) for n in KERNELS}
+        self.key_parts = 1
+        if q.shape[2] <= FEW_QUERIES.rows:
+            self.configs["forward"] = (FEW_QUERIES,)
+            self.key_parts = max(1, min(PROGRAMS // self.programs, -(-k.shape[2] // PART_KEYS)))
 
-    def launch(self, kernel: str, config: Config, rows: int, *arguments: Any) -> None:
+    def launch(self, kernel: str, config: Config, grid: tuple[int, ...], *arguments: Any) -> None:
         from headgate.ops.triton import pair_gate_kernels
 
-        grid = (-(-rows // config.rows), self.programs)
         getattr(pair_gate_kernels, kernel)[grid](
             *arguments,
             *self.sizes,

@@ -141,7 +141,11 @@ def forward(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A tile of queries: out (B,H,Tq,D), and softmax (B,H,Tq,2): each query's greatest score and the sum."""
+    """A tile of queries: out (B,H,Tq,D), and softmax (B,H,Tq,2): each query's greatest score and the sum.
+
+    With several programs in the third dimension of the grid each takes its part of the keys, and writes its
+    own out and softmax: (parts,B,H,Tq,...).
+    """
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # the longest walks begin first
     number = tl.program_id(1).to(tl.int64)
     batch, head = number // heads, number % heads
@@ -157,7 +161,11 @@ def forward(
     sums = tl.zeros([ROWS, D], tl.float32)
     offset = keys - queries
     low = tl.maximum(0, offset + first - window) // COLUMNS * COLUMNS
-    for column in range(low, tl.minimum(keys, offset + first + ROWS), COLUMNS):
+    high = tl.minimum(keys, offset + first + ROWS)
+    part = tl.program_id(2)
+    tiles = tl.cdiv(tl.cdiv(high - low, COLUMNS), tl.num_programs(2))
+    low += part * tiles * COLUMNS
+    for column in range(low, tl.minimum(high, low + tiles * COLUMNS), COLUMNS):
         columns = column + tl.arange(0, COLUMNS)
         is_column = columns < keys
         k_tile = _tile(k, k_strides, columns, is_column, D)
@@ -185,9 +193,10 @@ def forward(
         sums = sums * shrink[:, None] + _product(weights.to(v_tile.dtype), v_tile, PRECISION)
         top = higher
     out = _place(out, out_strides, batch, head) + rows.to(tl.int64)[:, None] * out_strides[2]
-    result = sums / total[:, None]
+    out += part * out_strides[3]
+    result = sums / tl.where(total == 0, 1.0, total)[:, None]
     tl.store(out + tl.arange(0, D)[None, :], result.to(out.dtype.element_ty), mask=is_row[:, None])
-    softmax += (number * queries + rows) * 2
+    softmax += ((part * tl.num_programs(1) + number) * queries + rows) * 2
     tl.store(softmax, top, mask=is_row)
     tl.store(softmax + 1, total, mask=is_row)
 
