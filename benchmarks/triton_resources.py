@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -157,6 +157,20 @@ def faults(case: Case, found: Resources) -> list[str]:
     return result
 
 
+def print_table(found: dict[Case, Resources]) -> None:
+    """A row a configuration: registers / bytes spilled / KB of shared memory on each target."""
+    print(f"| kernel | dtype | D | M | form | tile, warps | {' | '.join(TARGETS)} |")
+    print("|---|---|---|---|---|---|" + "---|" * len(TARGETS))
+    rows: dict[Case, dict[str, str]] = {}
+    for case, got in found.items():
+        cell = f"{got.registers} / {got.spilled} / {got.shared / 1024:.0f}"
+        rows.setdefault(replace(case, target=""), {})[case.target] = cell
+    for case, cells in rows.items():
+        tile = f"{case.config.rows} x {case.config.columns}, {case.config.warps}"
+        name = f"{case.kernel} | {case.dtype} | {case.width} | {case.hidden} | {case.form} | {tile}"
+        print(f"| {name} | {' | '.join(cells.get(target, '') for target in TARGETS)} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -172,17 +186,8 @@ def main() -> None:
     wanted = list(cases(options.width, options.hidden, options.form, first=options.first))
     with ProcessPoolExecutor(options.jobs) as pool:
         found = list(pool.map(resources, wanted))
-    print("| kernel | dtype | D | M | form | tile, warps, stages | target | registers | spilled | shared |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
-    bad = []
-    for case, got in zip(wanted, found, strict=True):
-        c = case.config
-        tiles = f"{c.rows} x {c.columns}, {c.warps}, {c.stages}"
-        print(
-            f"| {case.kernel} | {case.dtype} | {case.width} | {case.hidden} | {case.form} | {tiles} "
-            f"| {case.target} | {got.registers} | {got.spilled} | {got.shared} |"
-        )
-        bad += [f"{case}: {fault}" for fault in faults(case, got)]
+    bad = [f"{c}: {fault}" for c, got in zip(wanted, found, strict=True) for fault in faults(c, got)]
+    print_table(dict(zip(wanted, found, strict=True)))
     if options.json:
         rows = [asdict(c) | asdict(r) for c, r in zip(wanted, found, strict=True)]
         options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")

@@ -177,7 +177,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> tuple[Tensor, T
 
 @lru_cache(maxsize=1)
 def _compiled() -> Any:
-    return torch.compile(flex_attention, fullgraph=True)
+    # Heads and widths are compiled one by one, lengths together from the second on.
+    return torch.compile(flex_attention, fullgraph=True, recompile_limit=128)  # type: ignore[call-overload]
 
 
 def _mask_of(q: Tensor, span: Span) -> BlockMask:
