@@ -31,8 +31,8 @@ TARGETS: dict[str, tuple[str, int | str, int]] = {
     "sm_90": ("cuda", 90, 32),
     "gfx942": ("hip", "gfx942", 64),
 }
-SPILL_LIMIT = 32
-"""Bytes a thread may spill: eight registers, once in a tile that computes for thousands of cycles."""
+SPILL_LIMIT = 16
+"""Bytes a thread may spill: four registers, in a tile that computes for thousands of cycles."""
 SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 1024}
 """Bytes of shared memory that one block may take: CUDA C++ programming guide, table of technical
 specifications; CDNA 3 instruction set architecture, local data share."""
