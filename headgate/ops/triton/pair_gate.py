@@ -58,6 +58,10 @@ def configs(kernel: str, width: int, dtype: torch.dtype, backend: str) -> tuple[
         return Config(64, 32, 4, 1), Config(64, 32, 8, 1), Config(32, 32, 4, 1), FEW_QUERIES
     if backend == "hip":
         return Config(32, 32, 4, 1), Config(64, 16, 4, 1)
+    if width <= 64:  # 16 rows a warp: sums over columns need no other warp
+        if kernel == "backward_queries":
+            return Config(64, 32, 4, 1), Config(64, 16, 4, 1)
+        return Config(64, 16, 4, 1), Config(32, 32, 4, 1)
     return Config(32, 32, 4, 1), Config(32, 64, 8, 1)
 
 

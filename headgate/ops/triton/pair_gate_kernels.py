@@ -282,10 +282,11 @@ def backward_queries(
         for m in range(M):
             z = _hidden(row_half, query_half_strides[3], column_half, key_half_strides[3], m)
             share = _share(z, FAST)
-            slope = share * (1 + z * (1 - share) * (z * z * (3 * CUBIC) + LINEAR))
+            gelu = z * share
+            slope = gelu * ((1 - share) * (z * z * (3 * CUBIC) + LINEAR)) + share
             of_unit = units[None, :] == m
             sum_half += tl.where(of_unit, tl.sum(d_logits * slope, 1)[:, None], 0.0)
-            sum_w2 += tl.where(of_unit, tl.sum(d_logits * (z * share), 1)[:, None], 0.0)
+            sum_w2 += tl.where(of_unit, tl.sum(d_logits * gelu, 1)[:, None], 0.0)
     places = d_q + of_rows[:, None] * D + tl.arange(0, D)[None, :]
     tl.store(places, (sum_q * scale).to(d_q.dtype.element_ty), mask=is_row[:, None])
     part = number * tl.num_programs(0) + tile
@@ -376,7 +377,8 @@ def backward_keys(
         for m in range(M):
             z = _hidden(row_half, key_half_strides[3], column_half, query_half_strides[3], m)
             share = _share(z, FAST)
-            slope = share * (1 + z * (1 - share) * (z * z * (3 * CUBIC) + LINEAR))
+            gelu = z * share
+            slope = gelu * ((1 - share) * (z * z * (3 * CUBIC) + LINEAR)) + share
             sum_half += tl.where(units[None, :] == m, tl.sum(d_logits * slope, 1)[:, None], 0.0)
     of_rows = number * keys + rows
     places = of_rows[:, None] * D + tl.arange(0, D)[None, :]
