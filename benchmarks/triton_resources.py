@@ -182,7 +182,6 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write all figures here")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     options = parser.parse_args()
-    os.environ.pop("TRITON_INTERPRET", None)
     wanted = list(cases(options.width, options.hidden, options.form, first=options.first))
     with ProcessPoolExecutor(options.jobs) as pool:
         found = list(pool.map(resources, wanted))

@@ -65,20 +65,15 @@ def configs(kernel: str, width: int, dtype: torch.dtype, backend: str) -> tuple[
     return Config(32, 32, 4, 1), Config(32, 64, 8, 1)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _too_old() -> bool:
-    if torch.version.hip or not torch.cuda.is_available():
-        return False
-    return torch.cuda.get_device_capability() < (8, 0)
-
-
 def refuse(q: Tensor, hidden: int) -> str | None:
     """Why the kernels cannot take these heads."""
     if q.device.type not in DEVICES:
         return f"it runs on a GPU, not on {q.device.type}"
     if not _INSTALLED:
         return "triton is not installed; pip install headgate[gpu]"
-    if _too_old():
+    # torch.compile knows the properties of a device as constants, and its capability not.
+    here = q.is_cuda and torch.cuda.is_available() and not torch.version.hip
+    if here and torch.cuda.get_device_properties(q.device).major < 8:
         return "it needs an NVIDIA device of compute capability 8.0 or newer, or one of AMD's"
     if q.dtype not in DTYPES:
         return f"it takes float32 and bfloat16, not {q.dtype}".replace("torch.", "")
