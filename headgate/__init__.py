@@ -11,7 +11,7 @@ from headgate.version import __version__
 
 if TYPE_CHECKING:
     from headgate import ops
-    from headgate.mechanisms.base import build_mechanism, probe
+    from headgate.mechanisms.base import build_mechanism, probe, skipping
     from headgate.model.decoder import Decoder, build_model, load
 
     def mechanisms() -> list[str]: ...
@@ -27,6 +27,7 @@ __all__ = [
     "mechanisms",
     "ops",
     "probe",
+    "skipping",
 ]
 
 _HOME = {
@@ -35,6 +36,7 @@ _HOME = {
     "build_model": "headgate.model.decoder",
     "load": "headgate.model.decoder",
     "probe": "headgate.mechanisms.base",
+    "skipping": "headgate.mechanisms.base",
 }
 
 

@@ -3,7 +3,6 @@
 import ast
 import dataclasses
 import inspect
-import sys
 import textwrap
 from typing import get_type_hints
 
@@ -12,17 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from headgate.mechanisms import MECHANISMS, Mechanism, MechanismOptions
+from headgate.mechanisms.base import description
 
 
 def summary(mechanism: type[Mechanism]) -> str:
     """The first line of the mechanism's file, without its name."""
-    return module_text(mechanism).splitlines()[0].partition(": ")[2]
-
-
-def module_text(mechanism: type[Mechanism]) -> str:
-    return inspect.cleandoc(
-        sys.modules[mechanism.__module__].__doc__ or mechanism.__doc__ or mechanism.__name__
-    )
+    return description(mechanism).splitlines()[0].partition(": ")[2]
 
 
 def option_texts(options: type[MechanismOptions]) -> dict[str, str]:
@@ -54,7 +48,7 @@ def print_all() -> None:
 def print_one(name: str) -> None:
     mechanism = MECHANISMS.get(name)
     console = Console(highlight=False)
-    console.print(module_text(mechanism), markup=False, soft_wrap=True)
+    console.print(description(mechanism), markup=False, soft_wrap=True)
     texts, hints = option_texts(mechanism.Options), get_type_hints(mechanism.Options)
     table = Table("option", "default", "choices", "meaning", box=None, pad_edge=False, title_justify="left")
     for field in dataclasses.fields(mechanism.Options):

@@ -6,9 +6,9 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from headgate.config import RunOptions
+from headgate.config import RunOptions, StudyOptions
 from headgate.errors import HeadgateError, suggestion
 from headgate.version import __version__
 
@@ -44,7 +44,8 @@ def prepare(
     """Turn text into token shards, or verify the shards of a folder with --check.
 
     Args:
-        source: 'stdlib', a file, a folder, a glob, or an address such as hf://datasets/HuggingFaceFW/fineweb.
+        source: 'stdlib', a file, a folder, a glob, an address such as hf://datasets/HuggingFaceFW/fineweb, or
+            'recall', which makes associative recall (recall:context=1024,pairs=32 sets its sizes).
         out: The folder to write; an interrupted prepare goes on when it is run again.
         tokenizer: 'byte', 'bpe:N', a tokenizer.json, a folder with one, or a name on the hub.
         text_column: The column or key that holds the text in parquet and JSON.
@@ -57,6 +58,8 @@ def prepare(
     """
     from headgate.data import prepare as data
     from headgate.data.progress import print_checked, print_summary
+    from headgate.data.recall import parse as parse_recall
+    from headgate.data.recall import prepare_recall
     from headgate.data.shards import check as verify
     from headgate.data.splits import parse_shares
 
@@ -67,9 +70,11 @@ def prepare(
     elif source is None or out is None:
         raise HeadgateError("prepare needs a source and a folder to write: headgate prepare SOURCE OUT")
     else:
-        request = data.Request(
-            source, tokenizer, text_column, parse_shares(splits), dedup, max_tokens, end_of_text
-        )
+        shares, recall = parse_shares(splits), parse_recall(source)
+        if recall is not None:
+            print_summary(prepare_recall(recall, source, shares, Path(out)), out)
+            return
+        request = data.Request(source, tokenizer, text_column, shares, dedup, max_tokens, end_of_text)
         print_summary(data.prepare(request, out, workers=workers), out)
 
 
@@ -80,6 +85,7 @@ def train(
     out: str,
     data: str | None = None,
     mechanism: str | None = None,
+    init: str | None = None,
     override: tuple[str, ...] = (),
     options: RunOptions = RunOptions(),  # noqa: B008 - frozen
 ) -> None:
@@ -90,11 +96,12 @@ def train(
         out: The run folder.
         data: A folder that `headgate prepare` wrote; that of the run when absent.
         mechanism: The attention of all layers, such as 'dynamic-sparse:window=64,gate=open'.
+        init: Begin with the weights of this folder, such as `headgate convert` writes; its model is trained.
         override: A setting that differs, such as train.steps=100; the word alone says it too.
     """
     from headgate.train.start import start
 
-    stopped_by = start(recipe, override, out=out, data=data, mechanism=mechanism, options=options)
+    stopped_by = start(recipe, override, out=out, data=data, mechanism=mechanism, init=init, options=options)
     if stopped_by:
         sys.exit(128 + stopped_by)
 
@@ -107,25 +114,126 @@ def evaluate(
     tokens: int | None = None,
     checkpoint: str = "last",
     data: str | None = None,
+    context: int | None = None,
     device: str | None = None,
+    skip_below: tuple[float, ...] = (),
     json: bool = False,
 ) -> None:
     """Evaluate a run on the tokens of a split: loss, perplexity, bits per byte, loss by position, gates.
 
     Args:
-        run: The run folder.
+        run: The run folder, or with --data and --context any folder or file that holds a model.
         split: val, test or train.
         tokens: Only so many from the beginning; all of them when absent.
         checkpoint: last, best, or a step.
         data: Where the run's data is now; where it was trained on when absent.
+        context: Tokens of a sequence; as many as in training when absent.
         device: Such as cpu or cuda; the GPU when there is one.
+        skip_below: Thresholds for gates: what each skips in decoding, the time it saves, the loss it costs.
         json: Print one JSON object instead of tables.
     """
     from headgate.train.evaluate import evaluate_run
     from headgate.train.progress import print_evaluation
 
-    result = evaluate_run(run, split=split, tokens=tokens, which=checkpoint, data=data, device=device)
+    skipped = []
+    chosen: dict[str, Any] = {"split": split, "tokens": tokens, "which": checkpoint}
+    chosen |= {"data": data, "context": context, "device": device}
+    if skip_below:
+        from headgate.study.skipping import gate_skipping, print_skipping
+
+        skipped = gate_skipping(run, skip_below, **chosen)
+    result = evaluate_run(run, **chosen)
+    if skipped:
+        result["skipping"] = [threshold.to_dict() for threshold in skipped]
     print_evaluation(result, as_json=json)
+    if skipped and not json:
+        print_skipping(skipped)
+
+
+def generate(
+    run: str,
+    /,
+    *,
+    prompt: str,
+    max_new_tokens: int = 200,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    seed: int = 0,
+    skip_below: float | None = None,
+    checkpoint: str = "last",
+    tokenizer: str | None = None,
+    end_of_text: str | None = None,
+    device: str | None = None,
+) -> None:
+    """Continue a prompt with a trained model; the text comes out as it is written.
+
+    Args:
+        run: A run folder, a checkpoint folder or a model file.
+        prompt: The text to continue; - reads standard input.
+        max_new_tokens: Stop after so many, if the text has not ended before.
+        temperature: Below 1 likely tokens are preferred; 0 always takes the likeliest.
+        top_k: Draw from so many of the likeliest tokens alone.
+        top_p: Draw from the likeliest tokens that have this probability together.
+        min_p: Draw from the tokens at least this times as likely as the likeliest.
+        repetition_penalty: Above 1, tokens that occurred become less likely.
+        seed: Of the random numbers; the same seed gives the same text.
+        skip_below: Do not compute what gates below this let through.
+        checkpoint: last, best, or a step, of a run folder.
+        tokenizer: A tokenizer.json or a folder with one; the run's own when absent.
+        end_of_text: The token that ends a text; the tokenizer's own when absent.
+        device: Such as cpu or cuda; the GPU when there is one.
+    """
+    from headgate.prompt import open_model, read_prompt, write
+    from headgate.train.distributed import join
+
+    with join(device) as world:
+        decoder, words = open_model(run, which=checkpoint, tokenizer=tokenizer, end_of_text=end_of_text)
+        told = write(
+            decoder.to(world.device),
+            words,
+            read_prompt(prompt),
+            max_new_tokens,
+            say=lambda text: print(text, end="", flush=True),
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
+            skip_below=skip_below,
+        )
+    print()
+    print(told, file=sys.stderr)
+
+
+def convert(
+    source: str,
+    out: str,
+    /,
+    *,
+    to: Literal["headgate", "qwen"] = "headgate",
+    mechanism: str | None = None,
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None,
+) -> None:
+    """Turn a Hugging Face Qwen2, Qwen2.5 or Qwen3 into headgate's form, or back; change its attention.
+
+    Args:
+        source: A Hugging Face folder, a run folder, a checkpoint, or a .safetensors file of headgate.
+        out: The folder to write; it must not exist, or be empty.
+        to: headgate (transformers reads it too, with headgate.model.hf imported), or plain qwen.
+        mechanism: The attention of all layers from now on, such as 'dynamic-sparse:window=512', or a pattern
+            over them, '["local", "full"]'; it starts as full attention where it can.
+        dtype: Of the weights; as in the source when absent.
+    """
+    from headgate.model.convert import convert
+
+    done = convert(source, out, to=to, mechanism=mechanism, dtype=dtype)
+    print(f"{done.source} -> {done.form}: {done.parameters:,} parameters in {done.dtype}, in {out!r}")
+    for change in done.changes:
+        print(change)
 
 
 def bench(
@@ -182,6 +290,75 @@ def bench(
     )
 
 
+def compare(
+    names: tuple[str, ...] = (),
+    /,
+    *,
+    data: str,
+    out: str,
+    override: tuple[str, ...] = (),
+    options: StudyOptions = StudyOptions(),  # noqa: B008 - frozen
+) -> None:
+    """Train variants under equal conditions over several seeds, measure their cost, write a page about it.
+
+    Args:
+        names: Mechanisms, such as dynamic-sparse, sparse-geometric:gate=log, dynamic-sparse:no-gate (an
+            ablation), local+full (a pattern over the layers), each with a label of its own after an @ if
+            wanted; the four papers' when absent. The baseline, full attention, is always there.
+        data: A folder that `headgate prepare` wrote.
+        out: The study folder; run again, a study goes on, and with more names or seeds it grows.
+        override: A setting of the recipe that differs, such as train.steps=100; the word alone says it too.
+    """
+    from headgate.study.compare import run_study
+
+    _write_report(out, whole=run_study(names, data, out, override, options))
+
+
+def ablate(
+    name: str,
+    /,
+    *,
+    data: str,
+    out: str,
+    override: tuple[str, ...] = (),
+    options: StudyOptions = StudyOptions(),  # noqa: B008 - frozen
+) -> None:
+    """Compare a mechanism, each of its ablations and the baseline, as `headgate compare` does.
+
+    Args:
+        name: The mechanism.
+        data: A folder that `headgate prepare` wrote.
+        out: The study folder; run again, a study goes on.
+        override: A setting of the recipe that differs, such as train.steps=100; the word alone says it too.
+    """
+    from headgate.study.compare import run_study
+    from headgate.study.variants import with_ablations
+
+    _write_report(out, whole=run_study(with_ablations(name), data, out, override, options))
+
+
+def report(folder: str, /) -> None:
+    """Write a study's results.json, results.md and report.html again, from what its folder holds.
+
+    Args:
+        folder: The study folder.
+    """
+    _write_report(folder)
+
+
+def _write_report(folder: str, *, whole: bool = True) -> None:
+    from headgate.report.page import write_page
+    from headgate.study.results import write_results
+    from headgate.study.tables import print_results
+
+    results = write_results(folder)
+    page = write_page(folder)
+    print_results(results)
+    print(f"\nthe page is {page}; results.json and results.md beside it have the numbers")
+    if not whole:
+        sys.exit(1)
+
+
 SETTING = re.compile(r"[a-z_]+(\.[a-z_]+)*=")
 """A word such as train.steps=100, which may stand anywhere among a command's own."""
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -189,6 +366,11 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "prepare": prepare,
     "train": train,
     "evaluate": evaluate,
+    "generate": generate,
+    "convert": convert,
+    "compare": compare,
+    "ablate": ablate,
+    "report": report,
     "bench": bench,
 }
 

@@ -6,6 +6,7 @@ names the closest one, so that no misspelt setting is ever silently ignored.
 
 import dataclasses
 import json
+import math
 import os
 import types
 import typing
@@ -120,6 +121,11 @@ class TrainConfig:
     evaluate_tokens: int = 65_536
     """How many tokens of the validation split, from its beginning: whole sequences, at least one."""
 
+    @property
+    def tokens(self) -> int:
+        """Tokens that a run is trained on."""
+        return self.steps * self.batch_size * self.accumulation * self.context
+
     def __post_init__(self) -> None:
         require_at_least(
             self, 1, "context", "batch_size", "steps", "accumulation", "evaluate_every", "evaluate_tokens"
@@ -169,6 +175,36 @@ class RunOptions:
         require_at_least(self, 1, "save_every", "keep", "log_every")
         if not self.save_minutes > 0:
             raise HeadgateError(f"save_minutes={self.save_minutes} must be above 0")
+
+
+@dataclass(frozen=True)
+class StudyOptions:
+    """Under which conditions a study compares its variants."""
+
+    recipe: str = "tiny"
+    """A recipe such as tiny, or a config.json."""
+    seeds: int = 3
+    """How many; each trains every variant."""
+    budget: Literal["tokens", "seconds"] = "tokens"
+    """What is equal for all: the tokens of a run, or its seconds as measured before training."""
+    jobs: int | None = None
+    """Runs at once; as many as there are cores for when absent."""
+    threads: int = 1
+    """Threads of each run."""
+    lengths: str = ""
+    """Context lengths to measure cost at, as in 1024,4096; when absent 1, 4 and 16 times that of training."""
+    cost: bool = True
+    """Measure speed, memory and decoding, apart from training."""
+    cost_seconds: float = 1.0
+    """About how long a variant's speed is measured at a length, within 5 to 20 rounds."""
+
+    def __post_init__(self) -> None:
+        require_at_least(self, 1, "seeds", "jobs", "threads")
+        parts = self.lengths.split(",") if self.lengths else []
+        if not all(part.strip().isdecimal() and int(part) for part in parts):
+            raise HeadgateError(
+                f"lengths={self.lengths!r} is not whole numbers above 0; write them as 1024,4096"
+            )
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], where: str = "") -> list[str]:
@@ -243,7 +279,7 @@ def load(cls: type[T], path: str | os.PathLike[str]) -> T:
 
 def save(config: Any, path: str | os.PathLike[str]) -> None:
     """Write a config as JSON, whole or not at all."""
-    write_text(path, json.dumps(to_dict(config), indent=2, allow_nan=False) + "\n")
+    write_json(path, to_dict(config))
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
@@ -258,6 +294,20 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_json(path: str | os.PathLike[str], values: Any) -> None:
+    """Write plain values as JSON, whole or not at all; a number that is not finite is an error."""
+    write_text(path, json.dumps(values, indent=2, allow_nan=False) + "\n")
+
+
+def finite(value: Any) -> Any:
+    """For JSON, which knows no NaN: plain values with None where a number is not finite."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def override(config: T, assignments: Iterable[str]) -> T:

@@ -202,8 +202,9 @@ def through_cache(mechanism: Mechanism, inputs: dict[str, Tensor], sizes: list[i
                 mechanism(x, q, k, v, start=cache.start, **({"state": states[0]} if states else {}))
             )
             done += size
-            cache.drop_before(mechanism.first_key(done))
-            assert len(cache) == done - mechanism.first_key(done)
+            cache.drop_before(mechanism.first_key(done), keep=mechanism.first_keys)
+            first = mechanism.first_key(done)
+            assert len(cache) == done - first + min(first, mechanism.first_keys)
     return torch.cat(outputs, 2)
 
 
@@ -352,6 +353,38 @@ def test_identity_context_adaptive_that_selects_every_key() -> None:
     same_as_full(
         Variant("context-adaptive", (("top_k", 20.0), ("gate", "global"), ("select", "block"))).build(), 111
     )
+
+
+@each_variant
+def test_opened_it_starts_as_full_attention_as_far_as_it_says(variant: Variant) -> None:
+    """And no farther, and its gate has a gradient to leave that state by."""
+    mechanism, inputs = variant.build().double(), tensors(variant, length=63)
+    reach = mechanism.open()
+    if type(mechanism).open is Mechanism.open:
+        assert reach == 0
+        return
+    found = results(mechanism, mechanism, inputs, torch.float64)
+    expected, same = Variant("full", ()).build()(*inputs.values()), int(min(reach, 63))
+    assert same > 0
+    assert_close(found["output"][:, :, :same], expected[:, :, :same], 1e-3)
+    if same < 63:
+        assert (found["output"] - expected).abs().max() > 1e-2
+    for name, _ in mechanism.named_parameters():
+        if name in ("gate.weight", "gate.bias", "gate.3.weight", "gate.3.bias", "w2", "log_std"):
+            assert found[name].abs().max() > 1e-8, name
+
+
+@pytest.mark.parametrize("name", ["dynamic-sparse", "head-gated", "context-adaptive"])
+def test_an_open_gate_learns_in_bf16_too(name: str) -> None:
+    """There it is 1 in forward, and g * (1 - g) would leave it no gradient."""
+    mechanism = Variant(name, ()).build()
+    mechanism.open()
+    inputs = [t.float() for t in tensors(Variant(name, ()), length=63).values()]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mechanism(*inputs).square().sum().backward()
+    for parameter_name, parameter in mechanism.gate.named_parameters():
+        if parameter_name in ("weight", "bias", "3.weight", "3.bias"):
+            assert parameter.grad.abs().max() > 0, parameter_name
 
 
 def test_context_adaptive_width_moves_between_its_two_windows() -> None:

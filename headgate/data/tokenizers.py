@@ -17,6 +17,10 @@ from headgate.errors import HeadgateError
 END_OF_TEXT = "<|endoftext|>"
 KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 """What tokenizers call the token that ends a document, when they were made for pre-training."""
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+"""What decoders write for bytes that are no character, or not one yet."""
+LONGEST_CHARACTER = 4
+"""Bytes, and so tokens, that a character of UTF-8 takes at most."""
 BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
@@ -38,9 +42,7 @@ class Tokenizer:
         self._inner.no_truncation()
         self._inner.no_padding()
         self.definition = definition
-        self.vocab_size = int(self._inner.get_vocab_size())
-        if any(self._inner.id_to_token(index) is None for index in range(self.vocab_size)):
-            self.vocab_size = 1 + max(self._inner.get_vocab().values())  # its numbers have gaps
+        self.vocab_size = 1 + max(self._inner.get_vocab().values(), default=-1)  # its numbers may have gaps
         find = self._inner.token_to_id
         self.end_of_text = end_of_text or next((end for end in KNOWN_ENDS if find(end) is not None), "")
         found = find(self.end_of_text)
@@ -67,6 +69,41 @@ class Tokenizer:
 
     def decode(self, tokens: Iterable[int]) -> str:
         return str(self._inner.decode([int(token) for token in tokens], skip_special_tokens=False))
+
+
+class Detokenizer:
+    """Text from tokens as they come. A character whose bytes lie in several tokens is held back until it is
+    whole."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._decode = tokenizer.decode
+        self._before: list[
+            int
+        ] = []  # tokenizers drop the space of a first token, so decode none as the first
+        self._held: list[int] = []
+
+    def add(self, token: int) -> str:
+        """The text that is certain now, if any."""
+        self._held.append(token)
+        return self._release(keep=LONGEST_CHARACTER - 1)
+
+    def rest(self) -> str:
+        """What is still held back when no more tokens come."""
+        return self._release(keep=0)
+
+    def _release(self, keep: int) -> str:
+        text = ""
+        while self._held:
+            known = len(self._decode(self._before))
+            new = self._decode(self._before + self._held)[known:]
+            if not new.endswith(REPLACEMENT):
+                self._before, self._held = self._held, []
+                return text + new
+            if len(self._held) <= keep:
+                break
+            text += self._decode(self._held[:1])  # no character begins with it, or it would be whole by now
+            self._held = self._held[1:]
+        return text
 
 
 def make_tokenizer(

@@ -5,7 +5,9 @@ the keys and values known so far, of which the first has position `start` and th
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+import inspect
+import sys
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeVar
@@ -57,6 +59,8 @@ class Mechanism(nn.Module):
         super().__init__()
         self.heads = heads
         self.options = options
+        self.skip_below = 0.0
+        """What a gate weighs less than this is left out; `skipping` sets it."""
         self._observer: Callable[[str, Tensor], None] | None = None
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0) -> Tensor:
@@ -72,6 +76,15 @@ class Mechanism(nn.Module):
         it."""
         raise NotImplementedError
 
+    @property
+    def first_keys(self) -> int:
+        """How many of the sequence's first keys the cache keeps besides, for ever.
+
+        A mechanism that has some sees them right before the others, as if those dropped in between had never
+        been, and `start` is 0: so nothing but distances within the window may matter to it.
+        """
+        return 0
+
     def pairs(self, length: int) -> int:
         """How many query-key pairs a head evaluates over `length` tokens."""
         raise NotImplementedError
@@ -85,10 +98,28 @@ class Mechanism(nn.Module):
         """Fill the parameter called `name` inside this mechanism; by default as the rest of the decoder."""
         initialise_parameter(name, parameter, generator)
 
+    def open(self) -> float:
+        """Fill the parameters so that the mechanism starts as full attention, as far as it can.
+
+        Weights that were trained with full attention are retrofitted this way. Returns at how many of the
+        first positions it then computes what full attention does: math.inf for all, 0 for none.
+        """
+        return 0
+
     def observe(self, name: str, value: Tensor) -> None:
         """Hand a value to an active `headgate.probe`; does nothing otherwise."""
         if self._observer is not None:
             self._observer(name, value)
+
+    @property
+    def skips(self) -> bool:
+        """Whether it has a gate that `skipping` can follow."""
+        return False
+
+    def is_skipping(self, q: Tensor) -> bool:
+        """Whether what weighs nothing is not to be computed: for single tokens, where there is no
+        gradient."""
+        return self.skip_below > 0 and q.shape[2] == 1 and not torch.is_grad_enabled()
 
     @property
     def observed(self) -> bool:
@@ -97,6 +128,13 @@ class Mechanism(nn.Module):
 
     def extra_repr(self) -> str:
         return ", ".join(f"{f.name}={getattr(self.options, f.name)!r}" for f in fields(self.options))
+
+
+def description(mechanism: type[Mechanism]) -> str:
+    """What the mechanism's file says of it: a line with its name, then its formula."""
+    return inspect.cleandoc(
+        sys.modules[mechanism.__module__].__doc__ or mechanism.__doc__ or mechanism.__name__
+    )
 
 
 M = TypeVar("M", bound=type[Mechanism])
@@ -154,12 +192,13 @@ def build_mechanism(
     return mechanism
 
 
-def initialise(module: nn.Module, seed: int) -> None:
+def initialise(module: nn.Module, seed: int, *, skip: Container[str] = ()) -> None:
     """Fill every parameter from a generator seeded by (seed, the parameter's name), so that two models share
-    bit for bit every weight they both have. Parameters on the meta device are left alone."""
+    bit for bit every weight they both have. Parameters on the meta device, and those to skip, are left alone.
+    """
     mechanisms = {name: m for name, m in module.named_modules() if isinstance(m, Mechanism)}
     for name, parameter in module.named_parameters():
-        if parameter.is_meta:
+        if parameter.is_meta or name in skip:
             continue
         digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=True))
@@ -209,6 +248,53 @@ def probe(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
     finally:
         for (_, mechanism), earlier in zip(mechanisms, before, strict=True):
             mechanism._observer = earlier
+
+
+OPEN = 10.0
+"""Bias of an open gate: 1 - sigmoid(10) = 5e-5, which leaves a model's logits alone to about 5e-4. A larger
+one would be nearer to the identity, and learn later: the gate's gradient shrinks with it as exp(-bias)."""
+
+
+@torch.no_grad()
+def open_gate(gate: nn.Linear, bias: float = OPEN) -> None:
+    """Make a gate the same for every input: sigmoid(bias). Its weights, at 0, still have a gradient."""
+    gate.weight.zero_()
+    gate.bias.fill_(bias)
+
+
+@contextmanager
+def skipping(model: nn.Module, below: float) -> Iterator[None]:
+    """Inside, what a gate of the mechanisms weighs less than `below` counts as nothing, and when single
+    tokens are decoded it is not computed."""
+    if not 0 <= below <= 0.5:
+        raise HeadgateError(f"skip_below={below} is out of range; expected 0, which skips nothing, to 0.5")
+    mechanisms = [m for m in model.modules() if isinstance(m, Mechanism) and m.skips]
+    if below and not mechanisms:
+        raise HeadgateError(
+            f"skip_below={below} would do nothing: no mechanism of this model has a learned gate to follow"
+        )
+    before = [m.skip_below for m in mechanisms]
+    for mechanism in mechanisms:
+        mechanism.skip_below = below
+    try:
+        yield
+    finally:
+        for mechanism, earlier in zip(mechanisms, before, strict=True):
+            mechanism.skip_below = earlier
+
+
+def rounded(gate: Tensor, below: float, *, down: bool, up: bool) -> Tensor:
+    """The gate with values less than `below` away from 0 (`down`) or from 1 (`up`) set to it."""
+    if down:
+        gate = gate.masked_fill(gate < below, 0.0)
+    return gate.masked_fill(gate > 1 - below, 1.0) if up else gate
+
+
+def opened(logits: Tensor) -> Tensor:
+    """How far a gate with these logits is open: their sigmoid, computed in fp32 at least. In bf16 a gate
+    above 0.998 is 1, and would never learn to close: its gradient is computed as g * (1 - g)."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return logits.to(wide).sigmoid().to(logits.dtype)
 
 
 def head_weights(gate: Tensor) -> Tensor:

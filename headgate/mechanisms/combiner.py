@@ -40,6 +40,10 @@ class Combiner(Mechanism):
         require_all_keys("combiner", start)
         return reference.combiner_attention(q, k, v, block=self.options.block)
 
+    def open(self) -> float:
+        """Only the first block is seen exactly; a summary of several keys cannot be all of them."""
+        return self.options.block
+
     def first_key(self, position: int) -> int:
         return 0
 

@@ -14,10 +14,13 @@ its recall of the exact top k ("recall").
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Literal, cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from headgate import ops
 from headgate.config import require_at_least
@@ -27,10 +30,18 @@ from headgate.mechanisms.base import (
     Mechanism,
     MechanismOptions,
     head_weights,
+    open_gate,
+    opened,
     register,
     require_all_keys,
+    rounded,
 )
 from headgate.ops import reference
+from headgate.ops.merge import mixed
+
+RECOMPUTED = 4
+"""Training sequences longer than so many windows compute the local branch again in the backward pass instead
+of keeping it: it is then a small part of the work, and of as many bytes as the global branch."""
 
 
 @dataclass(frozen=True)
@@ -89,23 +100,69 @@ class ContextAdaptive(Mechanism):
         require_all_keys("context-adaptive", start)
         if o.gate == "global":
             return self._global(q, k, v)
-        local, everything = self._local(x, q, k, v, start), self._global(q, k, v)
         if self.gate is None:
-            return (local + everything) / 2
-        gate = self.gate(x).sigmoid()
+            return (self._local(x, q, k, v, start) + self._global(q, k, v)) / 2
+        gate = self._gate(x)
         self.observe("gate", gate)
-        return everything + head_weights(gate) * (local - everything)
+        if self.skip_below:
+            gate = rounded(gate, self.skip_below, down=True, up=True)
+            if self.observed:
+                self.observe("skipped", torch.stack([gate == 0, gate == 1], -1))
+        long = q.shape[2] > RECOMPUTED * o.max_window
+        if long and torch.is_grad_enabled() and not self.observed:
+            everything = self._global(q, k, v)
+            result: Tensor = checkpoint(
+                self._mixed,
+                x,
+                q,
+                k,
+                v,
+                start,
+                everything,
+                gate,
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
+            return result
+        if self.is_skipping(q):
+            local = self._local(x, q, k, v, start, gate[:, 0] > 0)
+            everything = ops.among_active(self._global, q, k, v, gate[:, 0] < 1)
+            return mixed(local, everything, head_weights(gate))
+        return self._mixed(x, q, k, v, start, self._global(q, k, v), gate)
 
-    def _local(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+    @property
+    def skips(self) -> bool:
+        return self.gate is not None
+
+    def _mixed(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, start: int, everything: Tensor, gate: Tensor
+    ) -> Tensor:
+        return mixed(self._local(x, q, k, v, start), everything, head_weights(gate))
+
+    def _gate(self, x: Tensor) -> Tensor:
+        """The gate (B,Tq,H), with the norm's scale taken behind the first product: there it is a number a
+        token, and no normed copy of x is kept for the backward pass."""
+        assert self.gate is not None
+        norm, first = cast(nn.RMSNorm, self.gate[0]), cast(nn.Linear, self.gate[1])
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        scale = (
+            (torch.linalg.vecdot(wide, wide)[..., None] / x.shape[-1] + (norm.eps or 0.0)).rsqrt().to(x.dtype)
+        )
+        hidden = F.linear(x, first.weight * norm.weight) * scale + first.bias
+        return opened(self.gate[2:](hidden))
+
+    def _local(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, start: int, active: Tensor | None = None
+    ) -> Tensor:
+        """Of all heads, or when a token is decoded of those that are active."""
         o = self.options
+        attend = ops.span_attention if active is None else partial(ops.active_attention, active=active)
         if self.width is None:
-            return ops.window_attention(q, k, v, o.window, start=start)
+            return attend(q, k, v, window=o.window, start=start)[0]
         log_width = F.logsigmoid(self.width(x)).transpose(1, 2)
         if self.observed:
             self.observe("width", log_width.exp().transpose(1, 2))
-        return ops.span_attention(
-            q, k, v, window=o.window, ring=o.max_window, ring_log_weight=log_width, start=start
-        )[0]
+        return attend(q, k, v, window=o.window, ring=o.max_window, ring_log_weight=log_width, start=start)[0]
 
     def _global(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         o = self.options
@@ -132,6 +189,29 @@ class ContextAdaptive(Mechanism):
         g = fixed[o.gate] if self.gate is None else head_weights(self.gate(x).sigmoid())
         return g * local + (1 - g) * everything
 
+    def open(self) -> float:
+        """Towards the local branch at its widest: the global one leaves keys out from the third token on."""
+        o = self.options
+        if self.gate is not None:
+            last = self.gate[-1]
+            assert isinstance(last, nn.Linear)
+            open_gate(last)
+        if self.width is not None:
+            open_gate(self.width)
+        local = (o.window if self.width is None else o.max_window) + 1
+        everything = self._global_reach(local)
+        return {"learned": local, "local": local, "half": everything, "global": everything}[o.gate]
+
+    def _global_reach(self, most: int) -> int:
+        """How many first positions, at most `most`, have all of their keys in the global branch."""
+        o = self.options
+        for i, count in enumerate(top_counts(most, o.top_k)):
+            past = i // o.block
+            blocks = min(past, -(-count // o.block)) * o.block + i % o.block + 1
+            if (count if o.select == "token" else blocks) < i + 1:
+                return i
+        return most
+
     def first_key(self, position: int) -> int:
         o = self.options
         reach = o.window if o.width == "fixed" else o.max_window
@@ -154,7 +234,5 @@ class ContextAdaptive(Mechanism):
 
 
 def top_counts(length: int, scale: float) -> list[int]:
-    import torch
-
     counts: list[int] = reference.top_count(torch.arange(length), scale).tolist()
     return counts

@@ -9,6 +9,7 @@ The paper windows "sequences longer than 512". Taken per sequence, an early toke
 many tokens follow it, and no KV cache could work; taken per token, on its own prefix, it does not.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,7 +17,16 @@ from torch import Tensor, nn
 
 from headgate import ops
 from headgate.config import require_at_least
-from headgate.mechanisms.base import Heads, Mechanism, MechanismOptions, head_weights, register
+from headgate.mechanisms.base import (
+    Heads,
+    Mechanism,
+    MechanismOptions,
+    head_weights,
+    open_gate,
+    opened,
+    register,
+    rounded,
+)
 from headgate.ops import reference
 
 
@@ -50,11 +60,20 @@ class DynamicSparse(Mechanism):
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0) -> Tensor:
         o = self.options
-        if o.window is None:
+        gate = self._gate(x)
+        if gate is not None and self.is_skipping(q):
+            attended, _ = ops.active_attention(
+                q, k, v, gate[:, 0] > 0, window=o.window, dense_prefix=o.dense_prefix, start=start
+            )
+        elif o.window is None:
             attended = ops.causal_attention(q, k, v, start=start)
         else:
             attended = ops.window_attention(q, k, v, o.window, dense_prefix=o.dense_prefix, start=start)
-        return self._gated(x, attended)
+        return attended if gate is None else head_weights(gate) * attended
+
+    @property
+    def skips(self) -> bool:
+        return self.gate is not None
 
     def reference(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0) -> Tensor:
         o = self.options
@@ -63,12 +82,21 @@ class DynamicSparse(Mechanism):
         )
         return attended if self.gate is None else head_weights(self.gate(x).sigmoid()) * attended
 
-    def _gated(self, x: Tensor, attended: Tensor) -> Tensor:
+    def _gate(self, x: Tensor) -> Tensor | None:
         if self.gate is None:
-            return attended
-        gate = self.gate(x).sigmoid()
+            return None
+        gate = opened(self.gate(x))
         self.observe("gate", gate)
-        return head_weights(gate) * attended
+        if self.skip_below:
+            gate = rounded(gate, self.skip_below, down=True, up=False)
+            self.observe("skipped", gate == 0)
+        return gate
+
+    def open(self) -> float:
+        if self.gate is not None:
+            open_gate(self.gate)
+        o = self.options
+        return math.inf if o.window is None else max(o.dense_prefix, o.window + 1)
 
     def first_key(self, position: int) -> int:
         o = self.options

@@ -3,6 +3,8 @@
 out_i = softmax over j <= i of (q_i . k_j / sqrt(D)) v_j
 """
 
+import math
+
 from torch import Tensor
 
 from headgate import ops
@@ -17,6 +19,9 @@ class Full(Mechanism):
 
     def reference(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0) -> Tensor:
         return reference.span_attention(q, k, v, start=start)[0]
+
+    def open(self) -> float:
+        return math.inf
 
     def first_key(self, position: int) -> int:
         return 0

@@ -8,6 +8,7 @@ The global branch is not computed beside the local one: the keys beyond the wind
 themselves, and global = merge(local, far) by their log-sum-exps. The cost is that of full attention.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,7 +17,17 @@ from torch import Tensor, nn
 
 from headgate import ops
 from headgate.config import require_at_least
-from headgate.mechanisms.base import Heads, Mechanism, MechanismOptions, head_weights, register
+from headgate.mechanisms.base import (
+    OPEN,
+    Heads,
+    Mechanism,
+    MechanismOptions,
+    head_weights,
+    open_gate,
+    opened,
+    register,
+    rounded,
+)
 from headgate.ops import reference
 from headgate.ops.merge import merged
 
@@ -52,17 +63,33 @@ class HeadGated(Mechanism):
             return ops.causal_attention(q, k, v, start=start)
         if o.gate == "local":
             return ops.window_attention(q, k, v, o.window, start=start)
-        local, local_lse = ops.span_attention(q, k, v, window=o.window, start=start)
-        far, far_lse = ops.far_attention(q, k, v, o.window, start=start)
-        near = q.shape[2] - far.shape[2]  # queries whose every key lies in the window
-        if self.gate is None:
-            openness: Tensor | float = 0.5
-        else:
-            gate = self.gate(x).sigmoid()
+        openness: Tensor | float = 0.5
+        active = None
+        if self.gate is not None:
+            gate = opened(self.gate(x))
             self.observe("gate", gate)
-            openness = 1 - head_weights(gate)[:, :, near:]
+            if self.skip_below:
+                # Only upwards: the keys of the window belong to the global branch too, so a closed local
+                # branch would save nothing.
+                gate = rounded(gate, self.skip_below, down=False, up=True)
+                self.observe("skipped", gate == 1)
+            openness = 1 - head_weights(gate)
+            active = gate[:, 0] < 1 if self.is_skipping(q) else None
+        local, local_lse = ops.span_attention(q, k, v, window=o.window, start=start)
+        beyond = k.shape[2] - o.window - 1
+        if active is None or beyond < 1:
+            far, far_lse = ops.far_attention(q, k, v, o.window, start=start)
+        else:
+            far, far_lse = ops.active_attention(q, k[:, :, :beyond], v[:, :, :beyond], active, start=start)
+        near = q.shape[2] - far.shape[2]  # queries whose every key lies in the window
+        if isinstance(openness, Tensor):
+            openness = openness[:, :, near:]
         mixed = merged(local[:, :, near:], local_lse[:, :, near:], far, far_lse, openness)
         return torch.cat([local[:, :, :near], mixed], 2)
+
+    @property
+    def skips(self) -> bool:
+        return self.gate is not None
 
     def reference(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0) -> Tensor:
         local, _ = reference.span_attention(q, k, v, window=self.options.window, start=start)
@@ -70,6 +97,12 @@ class HeadGated(Mechanism):
         fixed = {"half": 0.5, "local": 1.0, "global": 0.0}
         g = fixed[self.options.gate] if self.gate is None else head_weights(self.gate(x).sigmoid())
         return g * local + (1 - g) * everything
+
+    def open(self) -> float:
+        """Towards the global branch, which is full attention: the gate starts at 0."""
+        if self.gate is not None:
+            open_gate(self.gate, -OPEN)
+        return self.options.window + 1 if self.options.gate in ("half", "local") else math.inf
 
     def first_key(self, position: int) -> int:
         return max(0, position - self.options.window) if self.options.gate == "local" else 0

@@ -2,8 +2,7 @@
 
     out_i = softmax over i-W <= j <= i, and j < global_tokens, of (q_i . k_j / sqrt(D)) v_j
 
-A window of W is W + 1 keys. With global tokens the cache keeps every key, but only the window and the global
-tokens are computed.
+A window of W is W + 1 keys.
 """
 
 from dataclasses import dataclass
@@ -43,8 +42,15 @@ class Local(Mechanism):
             0
         ]
 
+    def open(self) -> float:
+        return self.options.window + 1 + self.options.global_tokens
+
     def first_key(self, position: int) -> int:
-        return 0 if self.options.global_tokens else max(0, position - self.options.window)
+        return max(0, position - self.options.window)
+
+    @property
+    def first_keys(self) -> int:
+        return self.options.global_tokens
 
     def pairs(self, length: int) -> int:
         o = self.options

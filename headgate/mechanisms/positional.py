@@ -19,6 +19,8 @@ from headgate.ops import reference
 COMPONENTS = 4
 FARTHEST = 12.0
 """Where the last component starts, in log2(1 + distance): 4,095 tokens away."""
+WIDE = 512.0
+"""Deviation of a prior that is nearly even: over 4,095 tokens it changes a logit by less than 3e-4."""
 
 
 @register("positional")
@@ -51,6 +53,12 @@ class Positional(Mechanism):
         gaussians = torch.distributions.Normal(self.mean, self.log_std.exp()).log_prob(u).exp()
         prior = (gaussians * self.weight.softmax(-1)).sum(-1).movedim(-1, 0)  # (H,Tq,Tk)
         return reference.attend(reference.logits(q, k) + (prior + 1e-6).log(), j <= i, q, v)[0]
+
+    @torch.no_grad()
+    def open(self) -> float:
+        """A prior so wide that it is the same at all distances, which the softmax does not see."""
+        self.log_std.fill_(math.log(WIDE))
+        return math.inf
 
     def first_key(self, position: int) -> int:
         return 0

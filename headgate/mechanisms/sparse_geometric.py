@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from headgate import ops
 from headgate.config import require_at_least
-from headgate.mechanisms.base import Heads, Mechanism, MechanismOptions, register, require_all_keys
+from headgate.mechanisms.base import OPEN, Heads, Mechanism, MechanismOptions, register, require_all_keys
 from headgate.ops import reference
 from headgate.ops.tiles import query_tiles
 
@@ -138,6 +138,21 @@ class SparseGeometric(Mechanism):
         return reference.pair_gated_attention(
             scaled, k, v, query_half, key_half, self.w2, self.b2, form=o.gate, start=start
         )
+
+    @torch.no_grad()
+    def open(self) -> float:
+        """The same gate for every pair. Added in log space it does not matter to the softmax; as a factor it
+        is undone by the geometric one, softplus(gamma) = 1 / gate, or starts near 1 where there is none."""
+        o = self.options
+        if o.sparsity == "fixed":
+            return o.window + 1
+        if o.sparsity == "learned":
+            self.w2.zero_()
+            if o.gate == "multiply" and o.geometric == "learned":
+                self.gamma.copy_((1 / self.b2.sigmoid()).expm1().log())
+            elif o.gate == "multiply":
+                self.b2.fill_(OPEN)
+        return math.inf
 
     def first_key(self, position: int) -> int:
         return 0

@@ -4,7 +4,14 @@ A layer's cache lives in buffers that are written at their end. Dropped keys cos
 view, and when the end is reached it moves to the front (or to larger buffers), which a windowed mechanism
 does once in about a window of tokens. So its memory stays bounded and its time per token constant, whatever
 the length.
+
+The rows of a batch may stand at different positions. Mechanisms have rules about absolute positions, so no
+padding could stand in for missing tokens: rows of the same length form a group with buffers of its own, the
+mechanism runs once a group, and all else in the decoder runs once for all rows. A batch of equal lengths is
+one group.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,9 +20,12 @@ from headgate.errors import HeadgateError
 
 
 class LayerCache:
-    def __init__(self) -> None:
+    def __init__(self, most: int | None = None) -> None:
+        self.most = most
+        """The tokens there will ever be, if known: buffers do not grow beyond them."""
         self.start = 0
         """Position of the first key held."""
+        self._gap = 0  # keys dropped after the first ones, where a mechanism wants those kept
         self._begin = self._end = 0
         self._buffers: list[Tensor] = []  # keys, values, and the mechanism's key state if it has one
 
@@ -23,8 +33,18 @@ class LayerCache:
         return self._end - self._begin
 
     @property
+    def end(self) -> int:
+        """Position of the next key."""
+        return self.start + self._gap + len(self)
+
+    @property
     def bytes(self) -> int:
         return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers)
+
+    @property
+    def held_bytes(self) -> int:
+        """Of the keys held, without the room for more."""
+        return sum(buffer[:, :, : len(self)].numel() * buffer.element_size() for buffer in self._buffers)
 
     def append(self, *new: Tensor) -> list[Tensor]:
         """Add tensors (B,heads,T,...) of the newest tokens; returns views of all that is held."""
@@ -33,14 +53,11 @@ class LayerCache:
                 "a cache carries no gradients; run the decoder with a cache under torch.no_grad()"
             )
         held, added = len(self), new[0].shape[2]
-        if self._buffers and self._buffers[0].shape[0] != new[0].shape[0]:
-            raise HeadgateError(
-                f"a batch of {new[0].shape[0]} was given to a cache of batch {self._buffers[0].shape[0]}; "
-                "use a new cache for another batch"
-            )
         capacity = self._buffers[0].shape[2] if self._buffers else 0
         if self._end + added > capacity:
             wanted = 2 * (held + added)
+            if self.most is not None:
+                wanted = max(held + added, min(wanted, self.most - self.start - self._gap))
             # Moving in place would overlap unless the live part lies beyond its own length.
             fits = held <= self._begin and held + added <= capacity <= 2 * wanted
             target = self._buffers if fits else [t.new_empty(*t.shape[:2], wanted, *t.shape[3:]) for t in new]
@@ -52,22 +69,134 @@ class LayerCache:
         self._end += added
         return [buffer[:, :, self._begin : self._end] for buffer in self._buffers]
 
-    def drop_before(self, position: int) -> None:
-        """Forget the keys before `position`."""
-        dropped = min(max(0, position - self.start), len(self))
+    def drop_before(self, position: int, *, keep: int = 0) -> None:
+        """Forget the keys before `position`, but for the first `keep` of the sequence, which then stand right
+        before it."""
+        dropped = max(0, min(position - self.start - self._gap, len(self)) - keep)
+        if dropped == 0:
+            return
+        for buffer in self._buffers if keep else ():
+            first = buffer[:, :, self._begin : self._begin + keep].clone()  # it may overlap its new place
+            buffer[:, :, self._begin + dropped : self._begin + dropped + keep] = first
         self._begin += dropped
-        self.start += dropped
+        if keep:
+            self._gap += dropped
+        else:
+            self.start += dropped
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows of the batch, in this order; a row may stand there more than once."""
+        self._buffers = [
+            buffer.index_select(0, torch.tensor(rows, device=buffer.device)) for buffer in self._buffers
+        ]
+
+
+class Group:
+    """The rows of a batch that stand at the same position."""
+
+    def __init__(self, n_layers: int, most: int | None = None) -> None:
+        self.rows: list[int] | None = None
+        """Which rows of the batch they are; None before the first tokens, when it is not known how many."""
+        self.length = 0
+        """Tokens seen so far; the next one has this position."""
+        self.layers = [LayerCache(most) for _ in range(n_layers)]
 
 
 class Cache:
-    """What a decoder keeps between calls: give the same one to each call, with the next tokens."""
+    """What a decoder keeps between calls: give the same one to each call, with the next tokens of every row.
 
-    def __init__(self, n_layers: int) -> None:
-        self.layers = [LayerCache() for _ in range(n_layers)]
-        self.length = 0
-        """Tokens seen so far; the next one has this position."""
+    Rows of different lengths: run each length by itself with a cache of its own, then `join` the caches.
+    """
+
+    def __init__(self, n_layers: int, most: int | None = None) -> None:
+        self.groups = [Group(n_layers, most)]
+
+    @classmethod
+    def join(cls, caches: Sequence["Cache"]) -> "Cache":
+        """One cache of all their rows, in that order. The caches given are used up."""
+        joined = cls(0)
+        joined.groups, batch = [], 0
+        for cache in caches:
+            for group in cache.groups:
+                if group.rows is None:
+                    raise HeadgateError("a cache that has seen no token has no rows to join; run it first")
+                group.rows = [batch + row for row in group.rows]
+                joined.groups.append(group)
+            batch += cache.batch or 0
+        return joined
+
+    @property
+    def batch(self) -> int | None:
+        """How many rows there are; None before the first tokens."""
+        if any(group.rows is None for group in self.groups):
+            return None
+        return sum(len(group.rows or ()) for group in self.groups)
+
+    @property
+    def length(self) -> int:
+        """Tokens seen so far by the longest row."""
+        return max((group.length for group in self.groups), default=0)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens seen so far by each row; each row's next one has this position."""
+        by_row = {row: group.length for group in self.groups for row in group.rows or ()}
+        return [by_row[row] for row in sorted(by_row)]
 
     @property
     def bytes(self) -> int:
         """Memory of the buffers."""
-        return sum(layer.bytes for layer in self.layers)
+        return sum(layer.bytes for group in self.groups for layer in group.layers)
+
+    @property
+    def held_bytes(self) -> int:
+        """Of the keys held, without the room for more."""
+        return sum(layer.held_bytes for group in self.groups for layer in group.layers)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order: without those that have ended, or as a beam search wants them."""
+        kept = []
+        for group in self.groups:
+            assert group.rows is not None
+            place = {row: index for index, row in enumerate(group.rows)}
+            wanted = [place[row] for row in rows if row in place]
+            if not wanted:
+                continue
+            if wanted != list(range(len(place))):
+                for layer in group.layers:
+                    layer.select(wanted)
+            group.rows = [new for new, row in enumerate(rows) if row in place]
+            kept.append(group)
+        self.groups = kept
+
+    def claim(self, batch: int) -> None:
+        """The next tokens are of this many rows; another number than before is refused."""
+        if self.batch is None:
+            self.groups[0].rows = list(range(batch))
+        elif self.batch != batch:
+            raise HeadgateError(
+                f"a batch of {batch} was given to a cache of batch {self.batch}; "
+                "use a new cache for another batch"
+            )
+
+    def positions(self, count: int, device: torch.device) -> Tensor:
+        """Of the next `count` tokens: (T) where all rows stand alike, (B,T) otherwise."""
+        following = torch.arange(count, device=device)
+        if len(self.groups) == 1:
+            return self.groups[0].length + following
+        return torch.tensor(self.lengths, device=device)[:, None] + following
+
+    def parts(self, device: torch.device) -> list[tuple[slice | Tensor, Group]]:
+        """The groups, each with what picks its rows out of the batch: a slice where they stand together."""
+        found: list[tuple[slice | Tensor, Group]] = []
+        for group in self.groups:
+            assert group.rows is not None
+            first, end = group.rows[0], group.rows[-1] + 1
+            together = end - first == len(group.rows)
+            found.append((slice(first, end) if together else torch.tensor(group.rows, device=device), group))
+        return found
+
+    def advance(self, count: int) -> None:
+        """`count` tokens were added to every row."""
+        for group in self.groups:
+            group.length += count

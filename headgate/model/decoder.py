@@ -21,17 +21,25 @@ from headgate.config import Config, MechanismSpec, ModelConfig, from_dict, to_di
 from headgate.errors import HeadgateError, suggestion
 from headgate.mechanisms.base import MECHANISMS, Heads, check_shared_options, initialise, make_options
 from headgate.model.cache import Cache, LayerCache
+from headgate.model.generate import Completion, Prompts, Sampling, Stop, Stream, generate
 from headgate.ops.norm import rms_norm
 from headgate.recipes import get_recipe
 
 LOSS_CHUNK_ELEMENTS = 1 << 25
 """Logits held at once while the loss is computed: 128 MB in fp32."""
+FEW_TOKENS = 128
+"""Below this many tokens a layer's q, k and v are three products; from there on they are one."""
+Held = Sequence[tuple[slice | Tensor, LayerCache]]
+"""What a layer has in the cache: for each group of rows, which rows of the batch they are, and their keys."""
 
 
 def rotation(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """RoPE's cosines and sines (T,D/2), in fp32 whatever the model's dtype."""
+    """RoPE's cosines and sines, in fp32 whatever the model's dtype: (T,D/2), or (B,1,T,D/2) for positions
+    (B,T)."""
     exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
-    angle = positions[:, None].float() * theta**-exponent
+    angle = positions[..., None].float() * (1.0 / theta**exponent)  # as Qwen does, to the last digit
+    if positions.ndim == 2:
+        angle = angle[:, None]
     return angle.cos(), angle.sin()
 
 
@@ -62,22 +70,34 @@ class Attention(nn.Module):
         options = make_options(spec.name, spec.options, config.shared_options)
         self.mechanism = MECHANISMS.get(spec.name)(Heads(c, h, g, d), options)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Held | None) -> Tensor:
         q, k, v = map(self._heads, self._project(x))
         q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
         if cache is None:
             out = self.mechanism(x, q, k, v)
+        elif len(cache) == 1:
+            out = self._continued(x, q, k, v, cache[0][1])
         else:
-            state = self.mechanism.key_state(k)
-            k, v, *states = cache.append(k, v, *(() if state is None else (state,)))
-            held = {"state": states[0]} if states else {}
-            out = self.mechanism(x, q, k, v, start=cache.start, **held)
-            cache.drop_before(self.mechanism.first_key(cache.start + k.shape[2]))
+            out = torch.empty_like(q)
+            for rows, held in cache:
+                out[rows] = self._continued(x[rows], q[rows], k[rows], v[rows], held)
         return cast(Tensor, self.o_proj(out.transpose(1, 2).flatten(2)))
 
+    def _continued(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache) -> Tensor:
+        """The attended values of tokens that follow those in the cache, which then holds them too."""
+        state = self.mechanism.key_state(k)
+        k, v, *states = cache.append(k, v, *(() if state is None else (state,)))
+        held = {"state": states[0]} if states else {}
+        out = self.mechanism(x, q, k, v, start=cache.start, **held)
+        cache.drop_before(self.mechanism.first_key(cache.end), keep=self.mechanism.first_keys)
+        return cast(Tensor, out)
+
     def _project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Queries, keys and values in one product, which is faster than in three."""
+        """Queries, keys and values: in one product, which is faster than in three, unless the tokens are so
+        few that laying the weights together costs more."""
         parts = (self.q_proj, self.k_proj, self.v_proj)
+        if x.shape[0] * x.shape[1] < FEW_TOKENS:
+            return tuple(part(x) for part in parts)
         weight = torch.cat([part.weight for part in parts])
         bias = None if self.q_proj.bias is None else torch.cat([part.bias for part in parts])
         return F.linear(x, weight, bias).split([part.out_features for part in parts], dim=-1)
@@ -105,7 +125,7 @@ class Layer(nn.Module):
         self.mlp_norm = RMSNorm(config.d_model, eps=config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Held | None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin, cache)
         return cast(Tensor, x + self.mlp(self.mlp_norm(x)))
 
@@ -134,20 +154,33 @@ class Decoder(nn.Module):
         *,
         cache: Cache | None = None,
         reduction: Literal["mean", "sum", "none"] = "mean",
+        predict: bool = False,
     ) -> Tensor:
         """Logits (B,T,V), or with targets the cross-entropy over those that are not -100: their mean or sum,
-        or (B,T) with 0 where the target is -100.
+        or (B,T) with 0 where the target is -100. To predict is to give the likeliest next tokens (B,T).
 
         The loss never holds the logits of the whole batch: they are made and used up in chunks.
         """
         x = self.hidden(tokens, cache=cache)
+        if predict:
+            parts = x.flatten(0, 1).split(self._chunk)
+            likeliest = [F.linear(part, self.head_weight).argmax(-1) for part in parts]
+            return torch.cat(likeliest).unflatten(0, tokens.shape)
         if targets is None:
             return F.linear(x, self.head_weight)
         if targets.shape != tokens.shape:
             given, expected = tuple(targets.shape), tuple(tokens.shape)
             raise HeadgateError(f"targets have shape {given}; expected the tokens' shape {expected}")
-        chunk = max(64, min(1024, LOSS_CHUNK_ELEMENTS // self.config.vocab_size))
-        options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=min(chunk, targets.numel()))
+        return self.loss(x, targets, reduction=reduction)
+
+    @property
+    def _chunk(self) -> int:
+        """Tokens whose logits are held at once."""
+        return max(64, min(1024, LOSS_CHUNK_ELEMENTS // self.config.vocab_size))
+
+    def loss(self, x: Tensor, targets: Tensor, *, reduction: Literal["mean", "sum", "none"]) -> Tensor:
+        """The cross-entropy of final states (B,T,C), as `forward` gives it."""
+        options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=min(self._chunk, targets.numel()))
         loss = F.linear_cross_entropy(
             x.flatten(0, 1),
             self.head_weight,
@@ -164,25 +197,69 @@ class Decoder(nn.Module):
             raise HeadgateError(
                 f"tokens have shape {tuple(tokens.shape)}; expected (B,T) with at least one token"
             )
-        first = 0 if cache is None else cache.length
-        positions = torch.arange(first, first + tokens.shape[1], device=tokens.device)
+        if cache is None:
+            positions, groups = torch.arange(tokens.shape[1], device=tokens.device), None
+        else:
+            cache.claim(tokens.shape[0])
+            positions = cache.positions(tokens.shape[1], tokens.device)
+            groups = cache.parts(tokens.device)
         cos, sin = rotation(positions, self.config.head_dim, self.config.rope_theta)
         x = self.embedding(tokens)
         for n, layer in enumerate(self.layers):
             if self.recompute and torch.is_grad_enabled():
                 x = checkpoint(layer, x, cos, sin, None, use_reentrant=False)
             else:
-                x = layer(x, cos, sin, None if cache is None else cache.layers[n])
+                held = None if groups is None else [(rows, group.layers[n]) for rows, group in groups]
+                x = layer(x, cos, sin, held)
         if cache is not None:
-            cache.length += tokens.shape[1]
+            cache.advance(tokens.shape[1])
         return cast(Tensor, self.norm(x))
 
     @property
     def head_weight(self) -> Tensor:
         return self.embedding.weight if self.config.tied_embeddings else self.head.weight
 
-    def new_cache(self) -> Cache:
-        return Cache(len(self.layers))
+    def new_cache(self, most: int | None = None) -> Cache:
+        """An empty cache; `most` tokens is the longest a row will get, if that is known."""
+        return Cache(len(self.layers), most)
+
+    def generate(
+        self,
+        tokens: Prompts,
+        max_new_tokens: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        seed: int = 0,
+        stop: Stop = (),
+        stream: Stream | None = None,
+        skip_below: float | None = None,
+        prefill_chunk: int = 512,
+    ) -> list[Completion]:
+        """Continue every prompt, (B,T) or a list of token lists of any lengths: each row's new tokens, and
+        why they ended.
+
+        temperature=0 takes the most likely token; otherwise tokens are drawn as `Sampling` says, each row
+        with random numbers of its own. `stop` is a token, or a list of tokens and of token sequences that end
+        a row where they occur in what is new. `stream(row, token)` is called with every token as soon as
+        there is one. `skip_below` leaves out the computation behind gates below it (`headgate.skipping`).
+        `prefill_chunk` tokens of the prompts are run at once: the memory a long prompt takes beside its
+        cache.
+        """
+        sampling = Sampling(repetition_penalty, temperature, top_k, top_p, min_p, seed)
+        return generate(
+            self,
+            tokens,
+            max_new_tokens,
+            sampling=sampling,
+            stop=stop,
+            stream=stream,
+            skip_below=skip_below,
+            prefill_chunk=prefill_chunk,
+        )
 
     def parameter_count(self) -> int:
         return sum(p.numel() for p in self.parameters())
@@ -248,27 +325,10 @@ def with_mechanism(
 def load(path: str | os.PathLike[str]) -> Decoder:
     """The decoder in a safetensors file that `Decoder.save` wrote, in a folder with a model.safetensors such
     as a checkpoint, or in the latest checkpoint of a run folder."""
-    path = Path(path)
-    file = path / "model.safetensors" if path.is_dir() else path
-    if not file.is_file():
-        saved = sorted(path.glob("checkpoints/step-*/model.safetensors"))
-        if not saved:
-            raise HeadgateError(
-                f"{str(path)!r} holds no model; expected a .safetensors file, a folder with "
-                "model.safetensors, or a run folder with a checkpoint"
-            )
-        file = saved[-1]
-    try:
-        with safe_open(file, framework="pt") as opened:
-            metadata = opened.metadata() or {}
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise HeadgateError(
-            f"{str(file)!r} is not a whole safetensors file ({error}); write it with Decoder.save"
-        ) from None
-    if "headgate" not in metadata:
-        raise HeadgateError(f"{str(file)!r} has no headgate config in its header; write it with Decoder.save")
-    config = from_dict(ModelConfig, json.loads(metadata["headgate"]))
+    file = model_file(path)
+    config = header_config(file)
+    with safe_open(file, framework="pt") as opened:
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     with torch.device("meta"):
         decoder = Decoder(config)
     expected = {name: tuple(tensor.shape) for name, tensor in decoder.state_dict().items()}
@@ -281,3 +341,35 @@ def load(path: str | os.PathLike[str]) -> Decoder:
             )
     decoder.load_state_dict(tensors, assign=True)
     return decoder
+
+
+def model_file(path: str | os.PathLike[str]) -> Path:
+    """The safetensors file that `load` reads for a path."""
+    path = Path(path)
+    file = path / "model.safetensors" if path.is_dir() else path
+    if file.is_file():
+        return file
+    saved = sorted(path.glob("checkpoints/step-*/model.safetensors"))
+    if not saved:
+        raise HeadgateError(
+            f"{str(path)!r} holds no model; expected a .safetensors file, a folder with "
+            "model.safetensors, or a run folder with a checkpoint"
+        )
+    return saved[-1]
+
+
+def header_config(file: Path) -> ModelConfig:
+    """The config in the header of a file that `Decoder.save` wrote."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            metadata = opened.metadata() or {}
+    except SafetensorError as error:
+        raise HeadgateError(
+            f"{str(file)!r} is not a whole safetensors file ({error}); write it with Decoder.save"
+        ) from None
+    if "headgate" not in metadata:
+        raise HeadgateError(
+            f"{str(file)!r} has no headgate config in its header; write it with Decoder.save, or "
+            "turn it into one with headgate convert"
+        )
+    return from_dict(ModelConfig, json.loads(metadata["headgate"]))

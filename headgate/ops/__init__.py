@@ -1,5 +1,6 @@
 """Attention as pure tensor functions: q (B,H,Tq,D), k and v (B,G,Tk,D) whose last Tq are the queries' own."""
 
+from headgate.ops.active import active_attention, among_active
 from headgate.ops.blocks import block_selected_attention, selection_recall
 from headgate.ops.combiner import combiner_attention
 from headgate.ops.dispatch import explain, paths_taken
@@ -10,6 +11,8 @@ from headgate.ops.strided import strided_attention
 from headgate.ops.top_k import top_k_attention
 
 __all__ = [
+    "active_attention",
+    "among_active",
     "block_selected_attention",
     "causal_attention",
     "combiner_attention",

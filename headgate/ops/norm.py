@@ -16,16 +16,23 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x (...,C), weight (C); in the dtype of x, the sum of squares in fp32 at least."""
     if x.is_cuda:
         return F.rms_norm(x, weight.shape, weight, eps)  # one fused kernel there
+    if not torch.is_grad_enabled():
+        return (_normed(x, eps)[0] * weight).to(x.dtype)
     result: Tensor = _RMSNorm.apply(x, weight, eps)
     return result
+
+
+def _normed(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x / sqrt(mean(x^2) + eps), and what it was multiplied by (...,1)."""
+    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    scale = torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).add_(eps).rsqrt_()[..., None]
+    return wide * scale, scale
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-        scale = torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).add_(eps).rsqrt_()[..., None]
-        normed = wide * scale
+        normed, scale = _normed(x, eps)
         ctx.save_for_backward(normed, scale, weight)
         return (normed * weight).to(x.dtype)
 

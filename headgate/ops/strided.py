@@ -40,7 +40,8 @@ def _torch(q: Tensor, k: Tensor, v: Tensor, *, window: int, stride: int) -> Tens
         beyond = torch.arange(k.shape[2], device=q.device) * stride < i - window
         scores = reference.logits(q, k).masked_fill(~beyond, -torch.inf)
         joint = torch.logaddexp(scores.logsumexp(-1), band_lse)[..., None]
-        return (band_lse[..., None] - joint).exp() * band + (scores - joint).exp() @ reference.per_head(q, v)
+        of_band, of_columns = ((t - joint).exp().to(q.dtype) for t in (band_lse[..., None], scores))
+        return of_band * band + of_columns @ reference.per_head(q, v)
 
     parts = [band[:, :, : q.shape[2] - rows]]
     for a, b in query_tiles(rows, q.shape[0] * q.shape[1] * k_columns.shape[2]):

@@ -1,11 +1,22 @@
-"""Attention over the k_i keys with the highest logits, exactly; ties go to the later key."""
+"""Attention over the k_i keys with the highest logits, exactly; ties go to the later key.
+
+The choice looks at every logit, in tiles of queries; what is kept of it is k_i weights and their keys for
+each query. With them the backward pass is matrix products, without choosing again.
+
+Shapes: q (B,H,Tq,D); k, v (B,G,Tk,D); weights and keys of the choice (B,H,Tq,S), with S the largest k_i.
+"""
+
+import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from headgate.ops import reference
 from headgate.ops.dispatch import Op, check
-from headgate.ops.tiles import query_tiles, recomputed
+from headgate.ops.registration import refuse_gradient, register, register_gradient
+from headgate.ops.span_torch import accumulator
+from headgate.ops.tiles import query_tiles
 
 TOP_K = Op("top_k_attention")
 
@@ -34,18 +45,144 @@ def highest(scores: Tensor, allowed: Tensor, count: Tensor) -> Tensor:
 
 @TOP_K.path("torch")
 def _torch(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
-    offset = k.shape[2] - q.shape[2]
-
-    def tile(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        i, j = reference.positions(q, k)
-        scores = reference.logits(q, k)
-        chosen = highest(scores.detach(), (j <= i).expand_as(scores), reference.top_count(i, scale))
-        return reference.attend(scores, chosen, q, v)[0]
-
-    tiles = query_tiles(q.shape[2], q.shape[0] * q.shape[1] * k.shape[2])
-    return torch.cat(
-        [recomputed(tile, q[:, :, a:b], k[:, :, : offset + b], v[:, :, : offset + b]) for a, b in tiles], 2
-    )
+    out: Tensor = _attend(q, k, v, scale)[0]
+    return out
 
 
+def _slots(keys: int, scale: float) -> int:
+    return min(keys, math.ceil(scale * math.sqrt(keys)) + 1)
+
+
+def _results(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, ...]:
+    b, h, t, d = q.shape
+    slots = (b, h, t, _slots(k.shape[2], scale))
+    out = q.new_empty((b, t, h, d)).transpose(1, 2)
+    return out, q.new_empty(slots, dtype=accumulator(q)), q.new_empty(slots, dtype=torch.int32)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor, weights: Tensor, chosen: Tensor
+) -> None:
+    tiles = _Tiles(q, k, v)
+    for a, b in tiles:
+        scores = tiles.products(q[:, :, a:b], tiles.keys[:, :, : tiles.end(b)]).mul_(tiles.scale)
+        own = scores[..., tiles.end(a) :]
+        own.masked_fill_(tiles.later[: b - a, : b - a], -math.inf)
+        i = torch.arange(tiles.end(a), tiles.end(b), device=q.device)[:, None]
+        count = torch.minimum(reference.top_count(i, scale), i + 1)
+        slots = min(weights.shape[-1], scores.shape[-1])
+        values, index = scores.topk(slots, dim=-1)
+        if _tied(values, count):
+            best = highest(scores, scores > -math.inf, count)
+            values, index = scores.masked_fill(~best, -math.inf).topk(slots, dim=-1)
+        beyond = torch.arange(slots, device=q.device) >= count
+        p = values.masked_fill_(beyond, -math.inf).softmax(-1)
+        out[:, :, a:b] = tiles.weighted(
+            scores.zero_().scatter_(-1, index, p), tiles.values[:, :, : tiles.end(b)]
+        )
+        weights[:, :, a:b, :slots], chosen[:, :, a:b, :slots] = p, index
+        weights[:, :, a:b, slots:], chosen[:, :, a:b, slots:] = 0.0, 0
+
+
+def _tied(values: Tensor, count: Tensor) -> bool:
+    """Whether a query's last chosen of the sorted values equals the first that is not."""
+    if values.shape[-1] < 2:
+        return False
+    border = count.clamp(max=values.shape[-1] - 1).expand(*values.shape[:-1], 1)
+    last, after = values.gather(-1, border - 1), values.gather(-1, border)
+    return bool(((last == after) & (after > -math.inf)).any())
+
+
+def _gradient_results(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    b, h, t, d = q.shape
+    return q.new_empty((b, t, h, d)).transpose(1, 2), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _backward(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    d_q: Tensor,
+    d_k: Tensor,
+    d_v: Tensor,
+) -> None:
+    tiles = _Tiles(q, k, v)
+    sum_k, sum_v = torch.zeros_like(tiles.keys), torch.zeros_like(tiles.values)
+    for a, b in tiles:
+        end = tiles.end(b)
+        slots = min(weights.shape[-1], end)
+        p, index = weights[:, :, a:b, :slots], chosen[:, :, a:b, :slots].long()
+        d_p = tiles.products(d_out[:, :, a:b], tiles.values[:, :, :end])
+        of_chosen = d_p.gather(-1, index)
+        d_s = p * (of_chosen - (p * of_chosen).sum(-1, keepdim=True)) * tiles.scale
+        dense = d_p.zero_().scatter_(-1, index, p)
+        sum_v[:, :, :end] += tiles.weighted_back(dense, d_out[:, :, a:b])
+        dense.zero_().scatter_(-1, index, d_s)
+        d_q[:, :, a:b] = tiles.weighted(dense, tiles.keys[:, :, :end])
+        sum_k[:, :, :end] += tiles.weighted_back(dense, q[:, :, a:b])
+    d_k.copy_(sum_k)
+    d_v.copy_(sum_v)
+
+
+class _Tiles:
+    """Tiles of queries against the keys up to their last, products over grouped heads without repeating
+    keys; in single precision at least."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        dtype = accumulator(q)
+        self.keys, self.values = k.to(dtype), v.to(dtype)
+        self.groups, self.offset = k.shape[1], k.shape[2] - q.shape[2]
+        self.scale = 1 / math.sqrt(q.shape[3])
+        self._ranges = list(query_tiles(q.shape[2], q.shape[0] * q.shape[1] * k.shape[2], most=128))
+        size = self._ranges[0][1]
+        self.later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu_(1)
+
+    def __iter__(self) -> Any:
+        return iter(self._ranges)
+
+    def end(self, query: int) -> int:
+        """How many keys stand before this query's own."""
+        return self.offset + query
+
+    def _grouped(self, t: Tensor) -> Tensor:
+        """(B,H,n,X) -> (B,G,R*n,X)"""
+        return t.to(self.keys.dtype).unflatten(1, (self.groups, -1)).flatten(2, 3)
+
+    def products(self, rows: Tensor, keys: Tensor) -> Tensor:
+        """rows (B,H,n,D) with each key (B,G,m,D): (B,H,n,m)"""
+        return (self._grouped(rows) @ keys.mT).unflatten(2, (-1, rows.shape[2])).flatten(1, 2)
+
+    def weighted(self, dense: Tensor, values: Tensor) -> Tensor:
+        """dense (B,H,n,m) times values (B,G,m,D): (B,H,n,D)"""
+        return (self._grouped(dense) @ values).unflatten(2, (-1, dense.shape[2])).flatten(1, 2)
+
+    def weighted_back(self, dense: Tensor, rows: Tensor) -> Tensor:
+        """dense (B,H,n,m) transposed times rows (B,H,n,D), summed over the heads of a group: (B,G,m,D)"""
+        return self._grouped(dense).mT @ self._grouped(rows)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, weights, chosen = output
+    ctx.save_for_backward(*inputs[:3], weights, chosen)
+    ctx.mark_non_differentiable(weights, chosen)
+
+
+def _gradients(ctx: Any, d_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    return *_attend_backward(d_out, *ctx.saved_tensors), None
+
+
+_attend = register(
+    "top_k", "(Tensor q, Tensor k, Tensor v, float scale) -> (Tensor, Tensor, Tensor)", _results, _forward
+)
+_attend_backward = register(
+    "top_k_backward",
+    "(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor weights, Tensor chosen) -> (Tensor, Tensor, Tensor)",
+    _gradient_results,
+    _backward,
+)
+register_gradient("top_k", _setup, _gradients)
+refuse_gradient("top_k_backward")
 TOP_K.path("reference")(reference.top_k_attention)

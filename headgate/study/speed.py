@@ -8,6 +8,7 @@ round.
 import json
 import math
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -401,9 +402,28 @@ def extra_memory(case: str, lengths: list[int], shape: Shape) -> dict[int, int]:
     return {int(length): value for length, value in json.loads(run.stdout).items()}
 
 
-def _resident(key: str) -> int:
-    with open("/proc/self/status", encoding="ascii") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(key))
+class Peak:
+    """The most memory that this process holds from now on, above what it holds now.
+
+    Where there is no /proc to ask, above the most that it has held: too little if loading took more.
+    """
+
+    def __init__(self) -> None:
+        self._linux = sys.platform.startswith("linux")
+        if self._linux:
+            with open("/proc/self/clear_refs", "w", encoding="ascii") as refs:
+                refs.write("5")  # the peak starts again from what is held now
+        self._before = self._held("VmRSS")
+
+    def bytes(self) -> int:
+        return max(0, self._held("VmHWM") - self._before)
+
+    def _held(self, key: str) -> int:
+        if not self._linux:
+            most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            return most if sys.platform == "darwin" else most * 1024
+        with open("/proc/self/status", encoding="ascii") as status:
+            return next(int(line.split()[1]) * 1024 for line in status if line.startswith(key))
 
 
 def _answer(question: dict[str, Any]) -> dict[int, int]:
@@ -417,11 +437,9 @@ def _answer(question: dict[str, Any]) -> dict[int, int]:
     answers = {}
     for length in question["lengths"]:
         inputs = shape.inputs(length)
-        with open("/proc/self/clear_refs", "w", encoding="ascii") as refs:
-            refs.write("5")  # the peak starts again from what is held now
-        before = _resident("VmRSS")
+        peak = Peak()
         case.run(inputs, backward=case.backward)
-        answers[length] = max(0, _resident("VmHWM") - before)
+        answers[length] = peak.bytes()
     return answers
 
 

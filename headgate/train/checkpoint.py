@@ -29,6 +29,8 @@ from headgate.model.decoder import Decoder
 from headgate.train.distributed import World, fill, whole
 from headgate.train.folder import RunFolder
 
+INIT_REMEDY = "leave the model's settings as they are, or change them first with headgate convert --mechanism"
+
 
 @dataclass(frozen=True)
 class State:
@@ -146,32 +148,42 @@ def _drop(run: RunFolder, state: State, keep: int) -> None:
 
 def restore(folder: Path | None, decoder: Decoder, optimizer: torch.optim.Optimizer, world: World) -> None:
     """Fill the weights and the optimiser from the checkpoint that rank 0 gives; every rank must call it."""
-    weights = decoder.state_dict()
-    averages = _training_tensors(decoder, optimizer)
-    for name, targets in (("model.safetensors", weights), ("training.safetensors", averages)):
-        tensors: Mapping[str, Tensor | None] = dict.fromkeys(targets)
-        if world.is_first:
-            assert folder is not None
-            tensors = _read(folder / name, targets)
-        for key, target in targets.items():
-            fill(target, tensors[key], world)
+    remedy = "delete its folder to go on from the checkpoint before"
+    _fill(folder and folder / "model.safetensors", decoder.state_dict(), world, remedy)
+    _fill(folder and folder / "training.safetensors", _training_tensors(decoder, optimizer), world, remedy)
 
 
-def _read(path: Path, targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def begin_with(file: Path | None, decoder: Decoder, world: World) -> None:
+    """Fill the weights from the file that rank 0 gives; every rank must call it."""
+    _fill(file, decoder.state_dict(), world, INIT_REMEDY)
+
+
+def check_init(file: Path, decoder: Decoder) -> None:
+    """Raise unless the file holds the decoder's weights, all of them and no others."""
+    _read(file, decoder.state_dict(), INIT_REMEDY)
+
+
+def _fill(file: Path | None, targets: Mapping[str, Tensor], world: World, remedy: str) -> None:
+    tensors: Mapping[str, Tensor | None] = dict.fromkeys(targets)
+    if world.is_first:
+        assert file is not None
+        tensors = _read(file, targets, remedy)
+    for key, target in targets.items():
+        fill(target, tensors[key], world)
+
+
+def _read(path: Path, targets: Mapping[str, Tensor], remedy: str) -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
-        raise HeadgateError(
-            f"{str(path)!r} cannot be read ({error}); delete its folder to go on from the checkpoint before"
-        ) from error
+        raise HeadgateError(f"{str(path)!r} cannot be read ({error}); {remedy}") from error
     for name in sorted(targets.keys() | tensors.keys()):
         given = tuple(tensors[name].shape) if name in tensors else "missing"
         expected = tuple(targets[name].shape) if name in targets else "nothing of that name"
         if given != expected:
             raise HeadgateError(
-                f"{str(path)!r} does not fit the run: {name} is {given}, expected {expected}; delete its "
-                "folder to go on from the checkpoint before"
+                f"{str(path)!r} does not fit the run: {name} is {given}, expected {expected}; {remedy}"
             )
     return tensors
 

@@ -5,17 +5,20 @@ import math
 import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from headgate.config import Config, finite
 from headgate.data.loader import IGNORED, Windows
-from headgate.data.shards import open_split
+from headgate.data.recall import distances
+from headgate.data.shards import open_split, read_manifest
 from headgate.errors import HeadgateError
 from headgate.mechanisms.base import probe
-from headgate.model.decoder import Decoder, load
+from headgate.model.decoder import Decoder, header_config, load, model_file
 from headgate.train import checkpoint
 from headgate.train.distributed import World, join
 from headgate.train.folder import RunFolder, describe_data, read_config, read_data
@@ -42,6 +45,27 @@ class GateStatistics:
     """Share of the values below 0.1."""
     above_09: float
     """Share of the values above 0.9."""
+    by_head: tuple[float, ...]
+    """Mean of each head."""
+
+
+@dataclass(frozen=True)
+class DistanceAnswers:
+    """The answers whose key last stood `first` up to, not including, `end` tokens before the query."""
+
+    first: int
+    end: int
+    tokens: int
+    loss: float
+    accuracy: float
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Of data whose loss mask picks out answers, such as recall's: how many were the likeliest token."""
+
+    accuracy: float
+    by_distance: tuple[DistanceAnswers, ...]
 
 
 @dataclass(frozen=True)
@@ -56,10 +80,12 @@ class Evaluation:
     """Through the split's bytes a token; None when its bytes are unknown."""
     by_position: tuple[PositionLoss, ...]
     gates: tuple[GateStatistics, ...]
+    answers: Answers | None = None
+    """Where the split has a loss mask."""
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON, which knows no NaN: a number that is not finite becomes null."""
-        plain: dict[str, Any] = _finite(asdict(self))
+        plain: dict[str, Any] = finite(asdict(self))
         return plain
 
 
@@ -81,6 +107,7 @@ def evaluate(
     share = -(-batch_size // world.size)
     losses = torch.zeros(windows.length, dtype=torch.float64)
     counted = torch.zeros(windows.length, dtype=torch.float64)
+    answers = torch.zeros(3, windows.length, dtype=torch.float64)  # tokens, loss, right; by distance
     gates: dict[str, Tensor] = {}
     with torch.no_grad():
         for first in range(0, count, share * world.size):
@@ -97,6 +124,9 @@ def evaluate(
                     gates = {name: _moments(values[0][inside]) for name, values in sorted(seen.items())}
                 else:
                     loss = decoder(x, targets, reduction="none")
+                if windows.has_loss:
+                    right = decoder(x, predict=True) == targets
+                    answers += _by_distance(x, targets, loss, right, windows.length)
             losses += loss.double().sum(0).cpu()
             counted += (targets != IGNORED).sum(0).cpu()
     losses, counted = (world.sum_tensor(t.to(world.device)).cpu() for t in (losses, counted))
@@ -105,6 +135,8 @@ def evaluate(
         for name, moments in gates.items()
         if name.startswith("layers.") and name.endswith(".gate")
     )
+    if windows.has_loss:
+        answers = world.sum_tensor(answers.to(world.device)).cpu()
     total = int(counted.sum())
     mean = losses.sum().item() / max(total, 1)
     split = windows.split
@@ -114,11 +146,31 @@ def evaluate(
         perplexity=math.exp(mean) if mean < 700 else None,
         bits_per_byte=mean / math.log(2) * split.tokens / split.bytes if split.bytes else None,
         by_position=tuple(
-            PositionLoss(first, end, (losses[first:end].sum() / counted[first:end].sum().clamp(min=1)).item())
+            PositionLoss(first, end, (losses[first:end].sum() / counted[first:end].sum()).item())
             for first, end in position_bins(windows.length)
+            if counted[first:end].any()
         ),
         gates=statistics,
+        answers=_answers(answers) if windows.has_loss else None,
     )
+
+
+def _by_distance(x: Tensor, targets: Tensor, loss: Tensor, right: Tensor, length: int) -> Tensor:
+    asked = (targets != IGNORED).cpu()
+    place = torch.from_numpy(distances(x.cpu().numpy(), asked.numpy()))[asked]
+    values = torch.stack([asked.double(), loss.double().cpu(), right.double().cpu()])[:, asked]
+    return torch.zeros(3, length, dtype=torch.float64).index_add_(1, place, values)
+
+
+def _answers(sums: Tensor) -> Answers:
+    tokens, loss, right = sums
+    bins = []
+    for first, end in position_bins(sums.shape[1]):
+        count = int(tokens[first:end].sum())
+        if count and first:  # at distance 0 are those whose key was not seen before
+            means = (values[first:end].sum().item() / count for values in (loss, right))
+            bins.append(DistanceAnswers(first, end, count, *means))
+    return Answers(right.sum().item() / max(1.0, tokens.sum().item()), tuple(bins))
 
 
 def position_bins(length: int) -> list[tuple[int, int]]:
@@ -131,18 +183,25 @@ def autocast(device: torch.device, precision: str) -> torch.autocast:
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
 
 
-def evaluate_run(
+@dataclass(frozen=True)
+class OpenedRun:
+    """A checkpoint of a run, and the tokens to judge it by."""
+
+    settings: Config
+    checkpoint: Path
+    windows: Windows
+
+
+def open_run(
     run: str | os.PathLike[str],
     *,
     split: str = "val",
-    tokens: int | None = None,
     which: str = "last",
     data: str | os.PathLike[str] | None = None,
-    device: str | None = None,
-) -> dict[str, Any]:
-    """Evaluate a checkpoint of a run folder (`which`: last, best or a step) on a split of its data."""
-    if tokens is not None and tokens < 1:
-        raise HeadgateError(f"tokens={tokens} is too small; expected at least 1, or none for all")
+    context: int | None = None,
+) -> OpenedRun:
+    """A checkpoint of a run folder (`which`: last, best or a step) and a split of the data it was trained
+    on, in sequences as long as in training unless `context` says otherwise."""
     settings, record = read_config(run), read_data(run)
     folder = checkpoint.find(RunFolder(run), which)
     source = record.folder if data is None else data
@@ -151,24 +210,53 @@ def evaluate_run(
         raise HeadgateError(
             f"{str(source)!r} is not the data that {str(run)!r} was trained on; give that with --data"
         )
-    windows = Windows(open_split(source, split), settings.train.context)
+    length = settings.train.context if context is None else context
+    return OpenedRun(settings, folder, Windows(open_split(source, split), length))
+
+
+def evaluate_run(
+    run: str | os.PathLike[str],
+    *,
+    split: str = "val",
+    tokens: int | None = None,
+    which: str = "last",
+    data: str | os.PathLike[str] | None = None,
+    context: int | None = None,
+    device: str | None = None,
+) -> dict[str, Any]:
+    """Evaluate a checkpoint of a run folder (`which`: last, best or a step) on a split of its data, or any
+    other model on the data given."""
+    for name, value in (("tokens", tokens), ("context", context)):
+        if value is not None and value < 1:
+            raise HeadgateError(f"{name}={value} is too small; expected at least 1, or none for all")
+    if (Path(run) / "checkpoints").is_dir():
+        opened = open_run(run, split=split, which=which, data=data, context=context)
+        folder, windows, train = opened.checkpoint, opened.windows, opened.settings.train
+        batch_size, precision, step = train.batch_size, train.precision, checkpoint.read_state(folder).step
+    else:
+        folder, batch_size, precision, step = model_file(run), 1, "fp32", None
+        if data is None or context is None:
+            raise HeadgateError(
+                f"{str(run)!r} is a model and no run, so it has no data and context of its own; give --data "
+                "and --context"
+            )
+        windows = Windows(open_split(data, split), context)
+        _check_vocabulary(folder, data)
     with join(device) as world:
         decoder = load(folder).to(world.device)
         result = evaluate(
-            decoder,
-            windows,
-            tokens=tokens,
-            batch_size=settings.train.batch_size,
-            precision=settings.train.precision,
-            world=world,
+            decoder, windows, tokens=tokens, batch_size=batch_size, precision=precision, world=world
         )
-    return {
-        "run": str(run),
-        "checkpoint": folder.name,
-        "step": checkpoint.read_state(folder).step,
-        "split": split,
-        **result.to_dict(),
-    }
+    return {"run": str(run), "checkpoint": folder.name, "step": step, "split": split, **result.to_dict()}
+
+
+def _check_vocabulary(model: Path, data: str | os.PathLike[str]) -> None:
+    manifest, known = read_manifest(data), header_config(model).vocab_size
+    if manifest is not None and manifest.tokenizer.vocab_size > known:
+        raise HeadgateError(
+            f"{str(data)!r} has {manifest.tokenizer.vocab_size} kinds of tokens, and the model knows "
+            f"{known}; prepare it with the model's tokenizer"
+        )
 
 
 def _uncompiled(decoder: Decoder) -> AbstractContextManager[None]:
@@ -180,29 +268,15 @@ def _uncompiled(decoder: Decoder) -> AbstractContextManager[None]:
 
 
 def _moments(gate: Tensor) -> Tensor:
-    """Count, sum, sum of squares, how many below 0.1, how many above 0.9."""
-    values = gate.double()
-    return torch.stack(
-        [
-            torch.tensor(float(values.numel()), dtype=torch.float64, device=values.device),
-            values.sum(),
-            values.square().sum(),
-            (values < 0.1).sum().double(),
-            (values > 0.9).sum().double(),
-        ]
-    )
+    """Of each head of a gate (B,T,H): count, sum, sum of squares, how many below 0.1 and above 0.9: (5,H)."""
+    values = gate.double().flatten(0, 1)
+    below, above = (values < 0.1).double(), (values > 0.9).double()
+    return torch.stack([t.sum(0) for t in (torch.ones_like(values), values, values.square(), below, above)])
 
 
 def _statistics(layer: int, moments: Tensor) -> GateStatistics:
-    count, total, squares, below, above = moments.tolist()
+    count, total, squares, below, above = moments.sum(1).tolist()
     mean = total / count
     spread = math.sqrt(max(0.0, squares / count - mean * mean)) if math.isfinite(mean) else math.nan
-    return GateStatistics(layer, mean, spread, below / count, above / count)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    by_head = tuple((moments[1] / moments[0]).tolist())
+    return GateStatistics(layer, mean, spread, below / count, above / count, by_head)

@@ -2,6 +2,7 @@
 
 config.json      what decides the result, as `headgate.config.Config`
 data.json        which tokens it was trained on
+init.json        which weights it began with, where it was told to begin with some
 tokenizer.json   a copy, so that the model can be used without the data
 metrics.jsonl    one JSON object a step
 checkpoints/     step-N, the latest ones and the best
@@ -22,6 +23,7 @@ from headgate import config
 from headgate.config import Config
 from headgate.data.shards import Split, read_manifest
 from headgate.errors import HeadgateError
+from headgate.model.decoder import model_file
 
 WALL_CLOCK = ("seconds", "tokens_per_second", "memory_peak")
 """The fields of a metrics line that the machine decides; all others come out the same in every run."""
@@ -39,6 +41,21 @@ class DataRecord:
     """Entries of the tokenizer; unknown without a manifest."""
     train_tokens: int
     val_tokens: int
+
+
+@dataclass(frozen=True)
+class InitRecord:
+    """Which weights a run begins with, instead of random ones."""
+
+    file: str
+    """Where they were; needed again only if the run stops before its first checkpoint."""
+    sha256: str
+
+
+def describe_init(path: str | os.PathLike[str]) -> InitRecord:
+    file = model_file(path).resolve()
+    with file.open("rb") as opened:
+        return InitRecord(str(file), hashlib.file_digest(opened, "sha256").hexdigest())
 
 
 def describe_data(folder: str | os.PathLike[str], train: Split, val: Split) -> DataRecord:
@@ -71,7 +88,12 @@ class RunFolder:
             raise HeadgateError(f"{str(self.path)!r} is a file; expected a folder to write the run to")
         if not self.path.is_dir() or (self.path / "config.json").is_file():
             return
-        ours = {"data.json", "tokenizer.json", "checkpoints"}  # of a run that was killed as it began
+        ours = {
+            "data.json",
+            "init.json",
+            "tokenizer.json",
+            "checkpoints",
+        }  # of a run that was killed as it began
         strangers = sorted(p.name for p in self.path.iterdir() if p.name[0] != "." and p.name not in ours)
         if strangers:
             raise HeadgateError(
@@ -79,10 +101,11 @@ class RunFolder:
                 "choose another folder"
             )
 
-    def claim(self, asked: Config, data: DataRecord) -> None:
+    def claim(self, asked: Config, data: DataRecord, init: InitRecord | None = None) -> None:
         """Make the folder this run's own, or refuse when it is another's."""
         if (self.path / "config.json").is_file():
             self._refuse_another(asked, data)
+            self._refuse_another_init(init)
             return
         self.path.mkdir(parents=True, exist_ok=True)
         self.checkpoints.mkdir(exist_ok=True)
@@ -90,6 +113,8 @@ class RunFolder:
         if tokenizer.is_file():
             config.write_text(self.path / "tokenizer.json", tokenizer.read_text(encoding="utf-8"))
         config.save(data, self.path / "data.json")
+        if init is not None:
+            config.save(init, self.path / "init.json")
         config.save(asked, self.path / "config.json")  # last: a folder that has it is whole
 
     def _refuse_another(self, asked: Config, data: DataRecord) -> None:
@@ -106,6 +131,20 @@ class RunFolder:
                 f"{str(self.path)!r} is a run with {'; '.join(found)}; choose another folder, or go on with "
                 f"its own settings: headgate train --out {self.path}"
             )
+
+    def _refuse_another_init(self, init: InitRecord | None) -> None:
+        """A run that is gone on with may leave its first weights unsaid, but not name others."""
+        begun = self.init()
+        if init is not None and (begun is None or begun.sha256 != init.sha256):
+            what = "random weights" if begun is None else f"the weights of {begun.file!r}"
+            raise HeadgateError(
+                f"{str(self.path)!r} is a run that began with {what}, and not with those of {init.file!r}; "
+                "choose another folder, or leave --init out"
+            )
+
+    def init(self) -> InitRecord | None:
+        path = self.path / "init.json"
+        return config.load(InitRecord, path) if path.is_file() else None
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -161,8 +200,9 @@ class RunFolder:
 
 def read_config(run: str | os.PathLike[str]) -> Config:
     path = Path(run) / "config.json"
-    if not path.is_file():
-        raise HeadgateError(f"{str(run)!r} is no run folder: it has no config.json")
+    for needed in (path, path.with_name("data.json")):  # a converted model has a config.json too
+        if not needed.is_file():
+            raise HeadgateError(f"{str(run)!r} is no run folder: it has no {needed.name}")
     return config.load(Config, path)
 
 
@@ -183,6 +223,18 @@ def read_metrics(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
                 break
             lines.append(told)
     return lines
+
+
+def last_step(run: str | os.PathLike[str]) -> int:
+    """The step of the last whole line of a run's metrics, 0 if there is none; reads no more than the end."""
+    try:
+        with (Path(run) / "metrics.jsonl").open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 65_536))
+            lines = file.read().splitlines(keepends=True)
+    except OSError:
+        return 0
+    found = (told for line in reversed(lines) if (told := _parse(line)) is not None)
+    return int(next(found, {"step": 0})["step"])
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

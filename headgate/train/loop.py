@@ -9,7 +9,6 @@ its number, so a run that was killed and resumed is the run that was not.
 """
 
 import hashlib
-import json
 import math
 import os
 import resource
@@ -39,7 +38,7 @@ from headgate.train import checkpoint
 from headgate.train.checkpoint import State
 from headgate.train.distributed import World, hold_gradients, join
 from headgate.train.evaluate import autocast, evaluate
-from headgate.train.folder import DataRecord, RunFolder, describe_data, read_metrics
+from headgate.train.folder import DataRecord, RunFolder, describe_data, describe_init, read_metrics
 from headgate.train.optim import (
     clip_gradients,
     gradient_norm,
@@ -66,8 +65,13 @@ def train(
     data: str | os.PathLike[str],
     out: str | os.PathLike[str],
     options: RunOptions | None = None,
+    *,
+    init: str | os.PathLike[str] | None = None,
 ) -> Outcome:
-    """Train into the run folder `out`, or go on with the run that it holds."""
+    """Train into the run folder `out`, or go on with the run that it holds.
+
+    A new run begins with the weights in `init`, if given: what `headgate.load` reads.
+    """
     options = options or RunOptions()
     keep_memory()
     check_trackers(options.track)
@@ -83,7 +87,7 @@ def train(
         if world.is_first:
             existed = run.path.exists()
             stack.callback(lambda: None if existed else _remove_unless_begun(run.path))
-        state, folder = world.on_first(lambda: _claim(run, asked, record, stack))
+        state, folder, first = world.on_first(lambda: _claim(run, asked, record, init, decoder, stack))
         if state.step >= asked.train.steps and run.summary.is_file():
             if world.is_first:
                 print(f"{str(run.path)!r} is finished: all {state.step:,} steps are done", file=sys.stderr)
@@ -100,6 +104,8 @@ def train(
         trainer = Trainer(asked, options, world, run, decoder, loader, splits[1], state)
         if folder is not None:
             checkpoint.restore(folder if world.is_first else None, decoder, trainer.optimizer, world)
+        elif first is not None:
+            checkpoint.begin_with(first if world.is_first else None, decoder, world)
         return trainer.run()
 
 
@@ -296,7 +302,7 @@ class Trainer:
         last = lines[-1]
         best = next((line for line in lines if line["step"] == self.state.best_step), last)
         told = summarise(self.config, self.decoder, self.state, last, best, self.world)
-        write_json(self.folder.summary, told)
+        config.write_json(self.folder.summary, told)
         display.say(
             f"finished in {duration(self._seconds())}: validation loss {last['validation']['loss']:.4f}, "
             f"{told['tokens_per_second']:,.0f} tokens/s; the run is in {str(self.folder.path)!r}"
@@ -361,20 +367,28 @@ def memory_peak(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def write_json(path: Path, values: Any) -> None:
-    config.write_text(path, json.dumps(values, indent=2, allow_nan=False) + "\n")
-
-
-def _claim(run: RunFolder, asked: Config, record: DataRecord, stack: ExitStack) -> tuple[State, Path | None]:
-    """Make the run folder ours; the state to start from, and the checkpoint that it comes from."""
+def _claim(
+    run: RunFolder,
+    asked: Config,
+    record: DataRecord,
+    init: str | os.PathLike[str] | None,
+    decoder: Decoder,
+    stack: ExitStack,
+) -> tuple[State, Path | None, Path | None]:
+    """Make the run folder ours; the state to start from, and the checkpoint that it comes from, or the file
+    whose weights it begins with."""
     try:
+        begun = None if init is None else describe_init(init)
+        if begun is not None:
+            checkpoint.check_init(Path(begun.file), decoder)
         run.refuse_strangers()
         stack.enter_context(run.locked())
-        run.claim(asked, record)
+        run.claim(asked, record, begun)
         run.sweep()
         steps = checkpoint.saved_steps(run)
         folder = checkpoint.find(run) if steps else None
         state = checkpoint.read_state(folder) if folder else State()
+        first = Path(begun.file) if begun is not None else _first_weights(run, decoder)
         if not (state.step >= asked.train.steps and run.summary.is_file()):
             run.open_metrics(state.step)
             stack.callback(run.close)
@@ -382,7 +396,21 @@ def _claim(run: RunFolder, asked: Config, record: DataRecord, stack: ExitStack) 
         raise HeadgateError(
             f"{str(error.filename or run.path)!r} cannot be written: {error.strerror}"
         ) from error
-    return state, folder
+    return state, folder, first
+
+
+def _first_weights(run: RunFolder, decoder: Decoder) -> Path | None:
+    """The file that a run without a checkpoint begins with, if not at random; it must be what it was."""
+    begun = run.init()
+    if begun is None or checkpoint.saved_steps(run):
+        return None
+    if not Path(begun.file).is_file() or describe_init(begun.file) != begun:
+        raise HeadgateError(
+            f"{str(run.path)!r} has no checkpoint yet, and the weights it began with are no longer in "
+            f"{begun.file!r}; put them back, or begin another run"
+        )
+    checkpoint.check_init(Path(begun.file), decoder)
+    return Path(begun.file)
 
 
 def _check_vocabulary(asked: Config, record: DataRecord) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from headgate import config
 from headgate.config import Config, RunOptions
 from headgate.errors import HeadgateError
-from headgate.model.decoder import with_mechanism
+from headgate.model.decoder import header_config, model_file, with_mechanism
 from headgate.recipes import get_recipe
 from headgate.train.folder import read_config, read_data
 from headgate.train.loop import train
@@ -21,10 +21,13 @@ def start(
     out: str | os.PathLike[str],
     data: str | os.PathLike[str] | None = None,
     mechanism: str | None = None,
+    init: str | os.PathLike[str] | None = None,
     options: RunOptions,
 ) -> int | None:
     """Train what the words say; returns the signal that stopped it, None at its end."""
     asked = _config(recipe, out)
+    if init is not None:
+        asked = replace(asked, model=header_config(model_file(init)))
     if mechanism is not None:
         asked = replace(asked, model=with_mechanism(asked.model, mechanism))
     asked = config.override(asked, overrides)
@@ -34,7 +37,7 @@ def start(
                 "a new run needs tokens to train on; give --data FOLDER, one that `headgate prepare` wrote"
             )
         data = read_data(out).folder
-    return train(asked, data, out, options).signal
+    return train(asked, data, out, options, init=init).signal
 
 
 def _config(recipe: str | None, out: str | os.PathLike[str]) -> Config:
@@ -46,6 +49,11 @@ def _config(recipe: str | None, out: str | os.PathLike[str]) -> Config:
         return read_config(out)
     if "=" in recipe:
         raise HeadgateError(f"{recipe!r} stands where the recipe does; write headgate train RECIPE {recipe}")
+    return named_config(recipe)
+
+
+def named_config(recipe: str) -> Config:
+    """A recipe by its name, or the config in a file."""
     if recipe.endswith(".json") or Path(recipe).is_file():
         return config.load(Config, recipe)
     return get_recipe(recipe)

@@ -195,7 +195,7 @@ def test_whole_chunks_and_single_tokens_give_the_same_logits(pattern: list[str],
         for size in sizes:
             outputs.append(decoder(tokens[:, done : done + size], cache=cache))
             done += size
-            for layer, held in zip(decoder.layers, cache.layers, strict=True):
+            for layer, held in zip(decoder.layers, cache.groups[0].layers, strict=True):
                 assert len(held) == done - layer.attention.mechanism.first_key(done)
     assert cache.length == 40
     assert torch.allclose(torch.cat(outputs, 1), whole, rtol=0, atol=1e-9)

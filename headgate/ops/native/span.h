@@ -28,8 +28,11 @@ struct SpanCall {
     int64_t window, dense_prefix, global_tokens, ring, start;  // window < 0: none
     View q, k, v, out, d_out, d_q, d_k, d_v;
     float *lse, *ring_log_weight, *d_lse, *d_ring_log_weight;  // contiguous; null where there is none
+    // (B,H), for few queries alone: the heads to compute, the others' outputs being 0; null for all.
+    const uint8_t* active;
 
     int64_t heads() const { return groups * repeat; }
+    bool is_active(int64_t b, int64_t h) const { return !active || active[b * heads() + h]; }
     int64_t blocks() const { return (queries + BLOCK - 1) / BLOCK; }
     int64_t own_key(int64_t query) const { return keys - queries + query; }
     int64_t per_query(int64_t b, int64_t h, int64_t t) const { return (b * heads() + h) * queries + t; }

@@ -21,7 +21,7 @@ class Call(ctypes.Structure):
         *((n, ctypes.c_int64) for n in ("batch", "groups", "repeat", "queries", "keys", "width", "threads")),
         *((n, ctypes.c_int64) for n in ("window", "dense_prefix", "global_tokens", "ring", "start")),
         *((n, View) for n in ("q", "k", "v", "out", "d_out", "d_q", "d_k", "d_v")),
-        *((n, ctypes.c_void_p) for n in ("lse", "ring_log_weight", "d_lse", "d_ring_log_weight")),
+        *((n, ctypes.c_void_p) for n in ("lse", "ring_log_weight", "d_lse", "d_ring_log_weight", "active")),
     ]
 
 
@@ -49,12 +49,14 @@ def forward(
     start: int,
     out: Tensor,
     lse: Tensor,
+    active: Tensor | None = None,
 ) -> None:
+    """With `active` (B,H), and one query, the other heads are not computed."""
     q, k, v = rows(q), rows(k), rows(v)
     weight = None if ring_log_weight is None else ring_log_weight.contiguous()
     call = new_call(q, k, window, dense_prefix, global_tokens, ring, start)
     call.q, call.k, call.v, call.out = view(q), view(k), view(v), view(out)
-    call.lse, call.ring_log_weight = lse.data_ptr(), _pointer(weight)
+    call.lse, call.ring_log_weight, call.active = lse.data_ptr(), _pointer(weight), _pointer(active)
     library.library().headgate_span_forward(ctypes.byref(call))
 
 

@@ -36,6 +36,7 @@ struct Few {
         for (int64_t tile = begin; tile < end; tile += TILE)
             for (int64_t i = 0; i < rows; ++i) {
                 const int64_t h = g * call.repeat + i / call.queries, t = i % call.queries;
+                if (!call.is_active(b, h)) continue;
                 const int64_t near = call.first_key(t), last = std::min<int64_t>(end, tile + TILE);
                 auto see = [&](int64_t from, int64_t to, float bias) {
                     from = std::max(from, tile), to = std::min(to, last);
@@ -96,6 +97,11 @@ struct Few {
         const int64_t rows = call.repeat * call.queries;
         for (int64_t i = 0; i < rows; ++i) {
             const int64_t h = g * call.repeat + i / call.queries, t = i % call.queries;
+            if (!call.is_active(b, h)) {
+                std::fill(call.out.row(b, h, t), call.out.row(b, h, t) + D, 0.0f);
+                call.lse[call.per_query(b, h, t)] = -__builtin_inff();
+                continue;
+            }
             float top = LOWEST, total = 0;
             for (int64_t n = 0; n < pieces; ++n) top = std::max(top, states[n * rows + i].top);
             float* out = call.out.row(b, h, t);

@@ -1,0 +1,358 @@
+"""From one form of a model to another: Qwen as Hugging Face stores it, and headgate, in both directions.
+
+A headgate folder holds `model.safetensors`, which `headgate.load` reads, and beside it the `config.json` and
+tokenizer files by which transformers reads the same folder once `headgate.model.hf` is imported. A Qwen
+folder needs no headgate.
+
+Tensors are mapped from the files that hold them and written from there, one after the other: a model larger
+than the memory passes through. The folder is made under a temporary name, so what is seen of it is whole.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from headgate.config import Config, ModelConfig, from_dict, load, to_dict, write_text
+from headgate.errors import HeadgateError, suggestion
+from headgate.mechanisms.base import Mechanism, initialise
+from headgate.model import qwen
+from headgate.model.decoder import Decoder, header_config, model_file, with_mechanism
+
+Form = Literal["headgate", "qwen"]
+MODEL_TYPE, ARCHITECTURE = "headgate", "HeadgateForCausalLM"
+"""What transformers calls our models; `headgate.model.hf` registers them."""
+PREFIX = "decoder."
+"""What the names of our tensors begin with when transformers has saved them."""
+INDEX = "model.safetensors.index.json"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+CARRIED = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
+"""Settings of a config.json that our config has no place for and other tools need."""
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+END_OF_TEXT = "<|endoftext|>"
+"""The token that ends a text where a tokenizer has several special ones and nothing beside it says which."""
+
+
+class Weights:
+    """The tensors of one safetensors file, or of a folder's shards; each is read when it is asked for."""
+
+    def __init__(self, files: Mapping[str, Path]) -> None:
+        opened = {path: _open(path) for path in sorted(set(files.values()))}
+        self._opened = {name: opened[path] for name, path in files.items()}
+        inside = {path: set(file.keys()) for path, file in opened.items()}
+        for name, path in files.items():
+            if name not in inside[path]:
+                raise HeadgateError(f"{str(path)!r} has no tensor {name!r}, though {INDEX} says so")
+
+    @classmethod
+    def of_file(cls, path: Path) -> "Weights":
+        return cls(dict.fromkeys(_open(path).keys(), path))
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> "Weights":
+        if (folder / INDEX).is_file():
+            names = _read_json(folder / INDEX).get("weight_map")
+            if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+                raise HeadgateError(f"{str(folder / INDEX)!r} has no weight_map from tensors to files")
+            missing = sorted({name for name in names.values() if not (folder / Path(name).name).is_file()})
+            if missing:
+                raise HeadgateError(f"{str(folder)!r} lacks the shard {missing[0]!r} that its {INDEX} names")
+            return cls({tensor: folder / Path(name).name for tensor, name in names.items()})
+        if (folder / "model.safetensors").is_file():
+            return cls.of_file(folder / "model.safetensors")
+        pickled = sorted(path.name for end in ("bin", "pt", "pth") for path in folder.glob(f"*.{end}"))
+        if pickled:
+            raise HeadgateError(
+                f"{str(folder)!r} has its weights as pickle alone ({pickled[0]}), which can run code when "
+                "it is opened; save it as safetensors first"
+            )
+        raise HeadgateError(f"{str(folder)!r} has no weights; expected model.safetensors or {INDEX}")
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._opened
+
+    def names(self) -> set[str]:
+        return set(self._opened)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._opened[name].get_slice(name).get_shape())
+
+    def tensor(self, name: str) -> Tensor:
+        tensor: Tensor = self._opened[name].get_tensor(name)
+        return tensor
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model as it is found: our config, where each of our tensors lies, and what goes along with it."""
+
+    form: str
+    config: ModelConfig
+    weights: Weights
+    names: Mapping[str, str]
+    """Our name -> the name in `weights`."""
+    folder: Path
+    """Where the tokenizer is, if there is one."""
+    carried: Mapping[str, Any]
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Of one of our tensors; None if it is missing."""
+        theirs = self.names.get(name)
+        return None if theirs is None or theirs not in self.weights else self.weights.shape(theirs)
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What was written, for the person who asked."""
+
+    source: str
+    """The form of the source: headgate, qwen2 or qwen3."""
+    form: str
+    parameters: int
+    dtype: str
+    changes: tuple[str, ...]
+    """What a changed mechanism starts as, a sentence each."""
+
+
+def convert(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    to: Form = "headgate",
+    mechanism: str | list[str] | None = None,
+    dtype: str | None = None,
+    seed: int = 0,
+) -> Converted:
+    """Write the model of `source` to the new folder `out`, with another mechanism if one is named.
+
+    What the new mechanism has in common with the old is kept; what is new starts as full attention where it
+    can. `seed` is that of new parameters which start at random.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise HeadgateError(f"dtype={dtype!r} is not a choice; {suggestion(dtype, DTYPES)}")
+    out = Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise HeadgateError(f"{str(out)!r} exists already; choose another folder, or remove it")
+    found = read_source(Path(source))
+    config = with_mechanism(found.config, _pattern(mechanism))
+    settings = qwen.write_settings(config) if to == "qwen" else _headgate_settings(config)
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    fresh, changes = ({}, []) if mechanism is None else _open_mechanisms(decoder, found, seed)
+    tensors = {
+        name: found.weights.tensor(found.names[name]) for name in _checked_names(decoder, found, fresh)
+    }
+    kept = next(iter(tensors.values())).dtype
+    tensors |= {name: tensor.to(kept) for name, tensor in fresh.items()}
+    if dtype is not None:
+        tensors = {name: tensor.to(DTYPES[dtype]) for name, tensor in tensors.items()}
+    parameters = sum(tensor.numel() for tensor in tensors.values())
+    stored = next(iter(tensors.values())).dtype
+    settings |= {**found.carried, "dtype": str(stored).removeprefix("torch.")}
+    header = {"format": "pt"}
+    if to == "qwen":
+        theirs = qwen.tensor_names(config)
+        tensors = {theirs[name]: tensor for name, tensor in tensors.items()}
+    else:
+        header["headgate"] = json.dumps(to_dict(config))
+    _write(out, tensors, header, settings, found)
+    return Converted(found.form, to, parameters, settings["dtype"], tuple(changes))
+
+
+def _pattern(mechanism: str | list[str] | None) -> str | list[str] | None:
+    """A mechanism, or a list of them that a command line gives as JSON."""
+    if not isinstance(mechanism, str) or not mechanism.startswith("["):
+        return mechanism
+    try:
+        names = json.loads(mechanism)
+    except ValueError:
+        names = None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise HeadgateError(f'mechanism={mechanism!r} is no list; expected such as \'["local", "full"]\'')
+    return names
+
+
+def read_source(path: Path) -> Source:
+    """Tell what a file or folder holds, and check that it is whole; no tensor is read yet."""
+    if not path.exists():
+        raise HeadgateError(
+            f"{str(path)!r} does not exist; expected a folder with a model or a .safetensors file (from the "
+            "hub: hf download NAME --local-dir FOLDER)"
+        )
+    settings = _read_json(path / "config.json") if (path / "config.json").is_file() else {}
+    if "model_type" not in settings:
+        if not path.is_dir() or _holds_ours(path):
+            return _ours(path)
+        Weights.of_folder(path)  # says what is wrong with its weights, if that is what is wrong
+        raise HeadgateError(
+            f"{str(path)!r} has no config.json with a model_type; expected a Qwen or headgate model's folder"
+        )
+    carried = {name: settings[name] for name in CARRIED if settings.get(name) is not None}
+    where = str(path / "config.json")
+    if settings["model_type"] == MODEL_TYPE:
+        known = set(ModelConfig.__dataclass_fields__)
+        config = from_dict(ModelConfig, {k: v for k, v in settings.items() if k in known}, where=where)
+        weights = Weights.of_folder(path)
+        names = {name.removeprefix(PREFIX): name for name in weights.names()}
+        return Source(MODEL_TYPE, config, weights, names, path, carried)
+    config = qwen.read_settings(settings, where)
+    weights = Weights.of_folder(path)
+    names = qwen.tensor_names(config)
+    # A tied model's output weights are those of its embedding, whether they are stored again or not.
+    unknown = sorted(weights.names() - set(names.values()) - {"lm_head.weight"})
+    if unknown:
+        raise HeadgateError(
+            f"{str(path)!r} has a tensor {unknown[0]!r} that {settings['model_type']} does not; is its "
+            "config.json the right one?"
+        )
+    return Source(settings["model_type"], config, weights, names, path, carried)
+
+
+def _holds_ours(folder: Path) -> bool:
+    return (folder / "model.safetensors").is_file() or any(folder.glob("checkpoints/step-*/*.safetensors"))
+
+
+def _ours(path: Path) -> Source:
+    """A file of Decoder.save, a checkpoint, or a run folder."""
+    file = model_file(path)
+    config, weights = header_config(file), Weights.of_file(file)
+    folder, above = file.parent, file.resolve().parent.parent
+    carried = {}
+    if above.name == "checkpoints" and (above.parent / "config.json").is_file():
+        folder = above.parent
+        carried["max_position_embeddings"] = load(Config, folder / "config.json").train.context
+    return Source(MODEL_TYPE, config, weights, {name: name for name in weights.names()}, folder, carried)
+
+
+def _open_mechanisms(decoder: Decoder, source: Source, seed: int) -> tuple[dict[str, Tensor], list[str]]:
+    """The parameters that the source has not, opened; and what the layers with another mechanism start as."""
+    fresh, told = {}, []
+    for n, layer in enumerate(decoder.layers):
+        prefix = f"layers.{n}.attention.mechanism."
+        mechanism = cast(Mechanism, layer.get_submodule("attention.mechanism"))
+        before, after = source.config.layer_mechanism(n), decoder.config.layer_mechanism(n)
+        expected = {prefix + name: tuple(p.shape) for name, p in mechanism.named_parameters()}
+        stored = {name: source.shape(name) for name in source.names if name.startswith(prefix)}
+        if before.name != after.name or stored != expected:
+            mechanism.to_empty(device="cpu")
+            fresh[prefix] = mechanism, before.name, after.name
+        elif before != after:
+            told.append(f"{after.name} keeps its weights under other options")
+    initialise(decoder, seed)  # all but the fresh ones are on the meta device, and left alone
+    tensors: dict[str, Tensor] = {}
+    for prefix, (mechanism, before_name, after_name) in fresh.items():
+        reach = mechanism.open()
+        told.append(
+            _start(after_name, reach) if before_name == "full" else _replaced(before_name, after_name)
+        )
+        tensors |= {prefix + name: parameter.detach() for name, parameter in mechanism.named_parameters()}
+    return tensors, list(dict.fromkeys(told))
+
+
+def _replaced(before: str, after: str) -> str:
+    return f"{after} stands where {before} did, so the model starts changed"
+
+
+def _start(name: str, reach: float) -> str:
+    if reach == 0:
+        return f"{name} has no state in which it is full attention, so the model starts changed"
+    if reach == float("inf"):
+        return f"{name} starts as full attention, at every position"
+    return f"{name} starts as full attention at the first {reach:,} positions, and changes the model beyond"
+
+
+def _checked_names(decoder: Decoder, source: Source, fresh: Mapping[str, Tensor]) -> list[str]:
+    """The tensors that come from the source, once it is certain that it has them all and in their shapes."""
+    needed = {name: tuple(t.shape) for name, t in decoder.state_dict().items() if name not in fresh}
+    for name, shape in needed.items():
+        given = source.shape(name)
+        if given != shape:
+            raise HeadgateError(
+                f"{str(source.folder)!r} does not fit its config: {source.names.get(name, name)} is "
+                f"{given or 'missing'}, expected {shape}"
+            )
+    known = {name for name in source.names if ".mechanism." not in name}
+    unknown = sorted(known - needed.keys())
+    if unknown:
+        raise HeadgateError(
+            f"{str(source.folder)!r} does not fit its config: it has {unknown[0]} in addition"
+        )
+    return list(needed)
+
+
+def _headgate_settings(config: ModelConfig) -> dict[str, Any]:
+    return {"model_type": MODEL_TYPE, "architectures": [ARCHITECTURE], **to_dict(config)}
+
+
+def _write(
+    out: Path, tensors: dict[str, Tensor], header: dict[str, str], settings: dict[str, Any], source: Source
+) -> None:
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        temporary.mkdir(parents=True)
+        for name in TOKENIZER_FILES:
+            if (source.folder / name).is_file():
+                shutil.copyfile(source.folder / name, temporary / name)
+        settings |= _describe_tokenizer(temporary)
+        save_file(tensors, temporary / "model.safetensors", metadata=header)
+        write_text(temporary / "config.json", json.dumps(settings, indent=2, allow_nan=False) + "\n")
+        # safetensors makes its files readable for their owner alone; the folder is meant to be passed on
+        shutil.copymode(temporary / "config.json", temporary / "model.safetensors")
+        if out.is_dir():
+            out.rmdir()
+        temporary.rename(out)
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise HeadgateError(f"{str(out)!r} cannot be written: {reason}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _describe_tokenizer(folder: Path) -> dict[str, Any]:
+    """Beside a tokenizer.json alone, as a run has it, write what transformers wants to know of it."""
+    if not (folder / "tokenizer.json").is_file() or (folder / "tokenizer_config.json").is_file():
+        return {}
+    added = _read_json(folder / "tokenizer.json").get("added_tokens") or []
+    special = {token["content"]: token["id"] for token in added if token.get("special")}
+    ends = [END_OF_TEXT] if END_OF_TEXT in special else list(special) if len(special) == 1 else []
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    settings["model_input_names"] = ["input_ids", "attention_mask"]
+    settings |= {role: ends[0] for role in ("eos_token", "pad_token") if ends}
+    write_text(folder / "tokenizer_config.json", json.dumps(settings, indent=2) + "\n")
+    return {"eos_token_id": special[ends[0]], "pad_token_id": special[ends[0]]} if ends else {}
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise HeadgateError(f"{str(path)!r} is not a whole safetensors file ({error})") from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise HeadgateError(f"{str(path)!r} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise HeadgateError(f"{str(path)!r} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise HeadgateError(f"{str(path)!r} holds a {type(values).__name__}; expected a JSON object")
+    return values

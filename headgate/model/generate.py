@@ -1,0 +1,236 @@
+"""Generation: prompts go through the cache in chunks, then one token after another is chosen for all rows.
+
+Every row's tokens are those it would get alone. Rows of one length are run together through their prompts;
+after that all rows go together, each at its own position (see `cache`), and a row that has ended leaves the
+computation.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import groupby
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headgate.errors import HeadgateError
+from headgate.mechanisms.base import skipping
+from headgate.model.cache import Cache
+
+if TYPE_CHECKING:
+    from headgate.model.decoder import Decoder
+
+Prompts = Tensor | Sequence[Sequence[int] | Tensor]
+Stop = int | Sequence[int | Sequence[int]]
+Stream = Callable[[int, int], object]
+LIKELIEST = 1024
+"""Tokens that top_p looks at first: they nearly always suffice, and sorting a whole vocabulary is slow."""
+
+
+@dataclass
+class Completion:
+    """What was generated for one prompt."""
+
+    tokens: list[int] = field(default_factory=list)
+    """The new tokens, without the prompt; if a stop ended them, it stands at their end."""
+    ended: Literal["stop", "length"] = "length"
+    """Whether a stop ended it, or max_new_tokens."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen from the logits; the steps are taken in the order of the fields."""
+
+    repetition_penalty: float = 1.0
+    """Positive logits of tokens that occurred, in the prompt too, are divided by it, negative multiplied."""
+    temperature: float = 1.0
+    """Logits are divided by it; 0 takes the most likely token."""
+    top_k: int | None = None
+    """Only so many of the most likely tokens are left."""
+    top_p: float | None = None
+    """Of those, the fewest of the most likely that have this probability together."""
+    min_p: float | None = None
+    """Of those, the ones at least this times as likely as the most likely."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        def check(good: bool, name: str, expected: str) -> None:
+            if not good:
+                raise HeadgateError(f"{name}={getattr(self, name)} is out of range; expected {expected}")
+
+        check(0 <= self.temperature < float("inf"), "temperature", "0 for the most likely token, or more")
+        check(0 < self.repetition_penalty < float("inf"), "repetition_penalty", "more than 0; 1 for none")
+        check(self.top_k is None or self.top_k >= 1, "top_k", "at least 1, or none for all tokens")
+        check(self.top_p is None or 0 < self.top_p <= 1, "top_p", "more than 0 and at most 1")
+        check(self.min_p is None or 0 <= self.min_p <= 1, "min_p", "0 to 1")
+        check(0 <= self.seed < 1 << 63, "seed", "0 or more, below 2**63")
+
+
+class Sampler:
+    """Draws each row's tokens with random numbers of the row's own, made from (seed, row), so that they do
+    not depend on the rows beside it."""
+
+    def __init__(self, sampling: Sampling, prompts: Sequence[Tensor], vocab_size: int) -> None:
+        self.sampling = sampling
+        self._generators = [
+            torch.Generator().manual_seed(
+                int.from_bytes(blake2b(f"{sampling.seed}/{row}".encode(), digest_size=7).digest(), "little")
+            )
+            for row in range(len(prompts))
+        ]
+        self._occurred: Tensor | None = None
+        if sampling.repetition_penalty != 1:
+            self._occurred = torch.zeros(len(prompts), vocab_size, dtype=torch.bool, device=prompts[0].device)
+            for row, prompt in enumerate(prompts):
+                self._occurred[row, prompt] = True
+
+    def __call__(self, logits: Tensor, rows: list[int]) -> Tensor:
+        """The next token of each of these rows, whose logits (n,V) these are."""
+        logits = logits.float()
+        if self._occurred is not None:
+            penalty = self.sampling.repetition_penalty
+            penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
+            logits = torch.where(self._occurred[rows], penalised, logits)
+        highest, likeliest = logits.max(-1, keepdim=True)
+        if not highest.isfinite().all():
+            raise HeadgateError(
+                "the model's logits are not finite, so no token can be chosen; look at its weights"
+            )
+        chosen = likeliest if self.sampling.temperature == 0 else self._draw(logits - highest, rows)
+        chosen = chosen.squeeze(-1)
+        if self._occurred is not None:
+            self._occurred[rows, chosen] = True
+        return chosen
+
+    def _draw(self, logits: Tensor, rows: list[int]) -> Tensor:
+        s, tokens = self.sampling, None
+        scores = logits / s.temperature
+        if s.top_k is not None and s.top_k < scores.shape[-1]:
+            scores, tokens = scores.topk(s.top_k)
+        p = scores.softmax(-1)
+        if s.top_p is not None and s.top_p < 1:
+            if tokens is None:
+                everything = p
+                p, tokens = everything.topk(min(LIKELIEST, everything.shape[-1]))
+                if (p.sum(-1) < s.top_p).any():
+                    p, tokens = everything.sort(descending=True)
+            likelier = p.cumsum(-1, dtype=torch.float64) - p  # the probability of all before, 0 for the first
+            p = p.masked_fill(likelier >= s.top_p, 0.0)
+        if s.min_p is not None:
+            p = p.masked_fill(p < s.min_p * p.amax(-1, keepdim=True), 0.0)
+        cumulative = p.cumsum(-1, dtype=torch.float64)
+        uniform = torch.stack(
+            [torch.rand(1, generator=self._generators[row], dtype=torch.float64) for row in rows]
+        )
+        reached = uniform.to(p.device) * cumulative[:, -1:]
+        place = torch.searchsorted(cumulative, reached, right=True).clamp(max=p.shape[-1] - 1)
+        return place if tokens is None else tokens.gather(-1, place)
+
+
+@torch.inference_mode()
+def generate(
+    decoder: "Decoder",
+    prompts: Prompts,
+    max_new_tokens: int,
+    *,
+    sampling: Sampling,
+    stop: Stop = (),
+    stream: Stream | None = None,
+    skip_below: float | None = None,
+    prefill_chunk: int = 512,
+) -> list[Completion]:
+    """Continue every prompt; `Decoder.generate` tells what the arguments mean."""
+    for name, value in (("max_new_tokens", max_new_tokens), ("prefill_chunk", prefill_chunk)):
+        if value < 1:
+            raise HeadgateError(f"{name}={value} is too small; it must be at least 1")
+    device = decoder.embedding.weight.device
+    given = [prompt.to(device) for prompt in check_prompts(prompts, decoder.config.vocab_size)]
+    stops = check_stops(stop)
+    sampler = Sampler(sampling, given, decoder.config.vocab_size)
+    completions = [Completion() for _ in given]
+    was_training = decoder.training
+    decoder.eval()
+    try:
+        with nullcontext() if skip_below is None else skipping(decoder, skip_below):
+            rows, cache, states = prefill(decoder, given, max_new_tokens, prefill_chunk)
+            while True:
+                chosen = sampler(F.linear(states, decoder.head_weight), rows)
+                left = []
+                for place, (row, token) in enumerate(zip(rows, chosen.tolist(), strict=True)):
+                    completion = completions[row]
+                    completion.tokens.append(token)
+                    if stream is not None:
+                        stream(row, token)
+                    if any(completion.tokens[-len(s) :] == s for s in stops):
+                        completion.ended = "stop"
+                    elif len(completion.tokens) < max_new_tokens:
+                        left.append(place)
+                if not left:
+                    return completions
+                if len(left) < len(rows):
+                    cache.select(left)
+                    rows, chosen = [rows[place] for place in left], chosen[left]
+                states = decoder.hidden(chosen[:, None], cache=cache)[:, -1]
+    finally:
+        decoder.train(was_training)
+
+
+def prefill(
+    decoder: "Decoder", prompts: Sequence[Tensor], max_new_tokens: int, chunk: int
+) -> tuple[list[int], Cache, Tensor]:
+    """Run the prompts, those of a length together: the rows in the order in which they now stand, their
+    cache, and the states (B,C) at their last tokens."""
+    rows, caches, states = [], [], []
+    by_length = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))  # stable
+    for length, group in groupby(by_length, key=lambda row: len(prompts[row])):
+        members = list(group)
+        tokens = torch.stack([prompts[row] for row in members])
+        cache = decoder.new_cache(length + max_new_tokens)
+        for part in tokens.split(max(1, chunk // len(members)), dim=1):
+            hidden = decoder.hidden(part, cache=cache)
+        rows += members
+        caches.append(cache)
+        states.append(hidden[:, -1])
+    return rows, Cache.join(caches), torch.cat(states)
+
+
+def check_prompts(prompts: Prompts, vocab_size: int) -> list[Tensor]:
+    """Each prompt as a tensor of tokens, or one clear sentence."""
+    if isinstance(prompts, Tensor):
+        if prompts.ndim != 2:
+            raise HeadgateError(
+                f"the prompts have shape {tuple(prompts.shape)}; expected (B,T), or a list of token lists"
+            )
+        prompts = list(prompts)
+    if len(prompts) == 0:
+        raise HeadgateError("there is no prompt; give at least one list of tokens")
+    checked = []
+    for row, prompt in enumerate(prompts):
+        try:
+            tokens = torch.as_tensor(prompt)
+        except (TypeError, ValueError, RuntimeError):
+            tokens = torch.empty(0, 0)
+        if tokens.ndim != 1 or (len(tokens) and (tokens.is_floating_point() or tokens.dtype == torch.bool)):
+            raise HeadgateError(f"prompt {row} is no list of tokens; expected a list of token lists")
+        if len(tokens) == 0:
+            raise HeadgateError(f"prompt {row} is empty; give it at least one token")
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= vocab_size:
+            raise HeadgateError(
+                f"prompt {row} has the token {low if low < 0 else high}; "
+                f"expected tokens of the vocabulary, 0 to {vocab_size - 1}"
+            )
+        checked.append(tokens.long())
+    return checked
+
+
+def check_stops(stop: Stop) -> list[list[int]]:
+    """Each stop as a sequence of tokens."""
+    each = [stop] if isinstance(stop, int) else list(stop)
+    stops = [[s] if isinstance(s, int) else [int(token) for token in s] for s in each]
+    if [] in stops:
+        raise HeadgateError("a stop without tokens would end everything at once; give it at least one token")
+    return stops

@@ -1,0 +1,135 @@
+"""Attention of a decoding step for some of its heads: what the gates have closed is not computed.
+
+Shapes: q (B,H,1,D), the newest token of each row; k, v (B,G,Tk,D); active (B,H), the heads to compute. The
+others get an output of 0 and a log-sum-exp of -inf, as attention over no keys would.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headgate.errors import HeadgateError
+from headgate.ops import reference
+from headgate.ops.dispatch import Op, check
+from headgate.ops.native import span as span_native
+from headgate.ops.span import span_attention
+
+ACTIVE = Op("active_attention")
+
+
+def active_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    active: Tensor,
+    *,
+    window: int | None = None,
+    dense_prefix: int = 0,
+    ring: int = 0,
+    ring_log_weight: Tensor | None = None,
+    start: int = 0,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """`span_attention` of the active heads: the output (B,H,1,D) and the log-sum-exp (B,H,1). It has no
+    gradient."""
+    check(q, k, v, window=window, dense_prefix=dense_prefix, start=start)
+    if q.shape[2] != 1 or active.shape != q.shape[:2] or active.dtype != torch.bool:
+        raise HeadgateError(
+            f"q has shape {tuple(q.shape)} and active is {active.dtype} {tuple(active.shape)}; "
+            "expected one query, q (B,H,1,D), and active as booleans (B,H)"
+        )
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
+        raise HeadgateError("active_attention has no gradient; run it under torch.no_grad()")
+    result: tuple[Tensor, Tensor] = ACTIVE(
+        backend,
+        q,
+        k,
+        v,
+        active,
+        window=window,
+        dense_prefix=dense_prefix,
+        ring=ring,
+        ring_log_weight=ring_log_weight,
+        start=start,
+    )
+    return result
+
+
+class KeyHeads:
+    """The key heads that an active head reads, of all rows, as one batch with one key head each."""
+
+    def __init__(self, active: Tensor, key_heads: int) -> None:
+        self._active = active.reshape(active.shape[0] * key_heads, -1)
+        self._needed = self._active.any(-1).nonzero()[:, 0]
+
+    def __len__(self) -> int:
+        return len(self._needed)
+
+    def queries(self, t: Tensor) -> Tensor:
+        """(B,H,...) -> (n,H/G,...)"""
+        return t.reshape(*self._active.shape, *t.shape[2:])[self._needed]
+
+    def keys(self, t: Tensor) -> Tensor:
+        """(B,G,...) -> (n,1,...)"""
+        return t.flatten(0, 1)[self._needed, None]
+
+    def spread(self, t: Tensor, shape: torch.Size, otherwise: float) -> Tensor:
+        """(n,H/G,...) -> (B,H,...), with `otherwise` for the heads that are not active."""
+        everywhere = t.new_full((*self._active.shape, *shape[2:]), otherwise)
+        active = self._active[self._needed].view(*t.shape[:2], *(1,) * (t.ndim - 2))
+        everywhere[self._needed] = t.masked_fill(~active, otherwise)
+        return everywhere.view(shape)
+
+
+def among_active(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, active: Tensor
+) -> Tensor:
+    """attend(q, k, v) -> (B,H,1,D) of any attention, for the key heads that an active head reads alone; 0 for
+    the heads that are not active."""
+    heads = KeyHeads(active, k.shape[1])
+    if len(heads) == 0:
+        return torch.zeros_like(q)
+    return heads.spread(attend(heads.queries(q), heads.keys(k), heads.keys(v)), q.shape, 0.0)
+
+
+@ACTIVE.path("native", refuse=lambda q, *args, **options: span_native.refuse(q))
+def _native(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    active: Tensor,
+    *,
+    window: int | None,
+    dense_prefix: int,
+    ring: int,
+    ring_log_weight: Tensor | None,
+    start: int,
+) -> tuple[Tensor, Tensor]:
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:3])
+    span_native.forward(
+        q, k, v, ring_log_weight, window, dense_prefix, 0, ring, start, out, lse, active.contiguous()
+    )
+    return out, lse
+
+
+@ACTIVE.path("torch")
+def _torch(
+    q: Tensor, k: Tensor, v: Tensor, active: Tensor, *, ring_log_weight: Tensor | None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    heads = KeyHeads(active, k.shape[1])
+    if len(heads) == 0:
+        return torch.zeros_like(q), q.new_full(q.shape[:3], -math.inf)
+    weight = None if ring_log_weight is None else heads.queries(ring_log_weight)
+    out, lse = span_attention(
+        heads.queries(q), heads.keys(k), heads.keys(v), ring_log_weight=weight, backend="torch", **options
+    )
+    return heads.spread(out, q.shape, 0.0), heads.spread(lse, q.shape[:3], -math.inf)
+
+
+@ACTIVE.path("reference")
+def _reference(q: Tensor, k: Tensor, v: Tensor, active: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    out, lse = reference.span_attention(q, k, v, **options)
+    return out.masked_fill(~active[..., None, None], 0.0), lse.masked_fill(~active[..., None], -math.inf)

@@ -1,0 +1,95 @@
+"""Text in, text out: a run's decoder and its tokenizer together, as `headgate generate` uses them."""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from headgate.data.tokenizers import Detokenizer, Tokenizer, make_tokenizer
+from headgate.errors import HeadgateError
+from headgate.model.decoder import Decoder, load
+from headgate.train import checkpoint
+from headgate.train.folder import RunFolder
+
+
+def open_model(
+    path: str | os.PathLike[str],
+    *,
+    which: str = "last",
+    tokenizer: str | None = None,
+    end_of_text: str | None = None,
+) -> tuple[Decoder, Tokenizer]:
+    """The decoder in a run folder, a checkpoint folder or a file, and the tokenizer beside it or of its
+    run."""
+    path = Path(path)
+    if not path.exists():
+        raise HeadgateError(
+            f"{str(path)!r} does not exist; expected a run folder, a checkpoint or a model file"
+        )
+    if which != "last":
+        path = checkpoint.find(RunFolder(path), which)
+    decoder = load(path)
+    name = tokenizer if tokenizer is not None else str(find_tokenizer(path))
+    words = make_tokenizer(name, end_of_text=end_of_text)
+    if words.vocab_size > decoder.config.vocab_size:
+        raise HeadgateError(
+            f"the tokenizer has {words.vocab_size:,} entries and the model {decoder.config.vocab_size:,}, so "
+            "they do not belong together; give the model's own with --tokenizer"
+        )
+    return decoder, words
+
+
+def find_tokenizer(path: Path) -> Path:
+    """tokenizer.json in the folder, or above it when the folder is a checkpoint of a run."""
+    folder = path if path.is_dir() else path.parent
+    above = folder.resolve().parent
+    for home in (folder, *((above.parent,) if above.name == "checkpoints" else ())):
+        if (home / "tokenizer.json").is_file():
+            return home / "tokenizer.json"
+    raise HeadgateError(
+        f"{str(path)!r} has no tokenizer.json with it, so it cannot read text; name one with --tokenizer"
+    )
+
+
+def read_prompt(prompt: str) -> str:
+    """The prompt, or standard input for '-'."""
+    if prompt != "-":
+        return prompt
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise HeadgateError(f"standard input is not UTF-8 text ({error})") from None
+
+
+def write(
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    prompt: str,
+    max_new_tokens: int,
+    *,
+    say: Callable[[str], object],
+    **options: Any,
+) -> str:
+    """Continue the prompt until the end of the text or `max_new_tokens`, handing the words to `say` as they
+    come; returns what there is to tell about speed."""
+    tokens = tokenizer.encode([prompt])[0].tolist()
+    if not tokens:
+        raise HeadgateError("the prompt is empty; give it at least a word, or - to read standard input")
+    words, begun = Detokenizer(tokenizer), time.perf_counter()
+    times: list[float] = []
+
+    def stream(row: int, token: int) -> None:
+        times.append(time.perf_counter())
+        if token != tokenizer.end_of_text_id:
+            say(words.add(token))
+
+    done = decoder.generate(
+        [tokens], max_new_tokens, stop=tokenizer.end_of_text_id, stream=stream, **options
+    )[0]
+    say(words.rest())
+    told = f"prompt {len(tokens):,} tokens, {len(tokens) / (times[0] - begun):,.0f} tokens/s"
+    if len(times) > 1:
+        told += f"; then {len(times):,} tokens, {(len(times) - 1) / (times[-1] - times[0]):,.1f} tokens/s"
+    return f"{told}; ended by {'the end of the text' if done.ended == 'stop' else 'max_new_tokens'}"

@@ -1,0 +1,1 @@
+"""From a study folder to one HTML page; reads folders alone."""

@@ -1,0 +1,483 @@
+"""The figures of the page as Vega-Lite specifications, made with Altair from the results of a study.
+
+A figure has one or more views, of which the page shows one at a time. Every view keeps to a variant's colour,
+dash and shape, hides the variants in its parameter `hidden`, and is as wide as the page gives it room.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import altair as alt
+
+Rows = list[dict[str, Any]]
+
+COLOURS = (
+    "#4d4d4d", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#7b3294", "#a6611a",
+)  # fmt: skip
+"""For a light page, told apart by those who confuse red and green; the baseline's first."""
+DARK_COLOURS = (
+    "#cfcfcf", "#4da3e0", "#ff8c42", "#2fd3a0", "#f0a3cb", "#e6c04a", "#8fd3f7", "#c39bd9", "#d9a26b",
+)  # fmt: skip
+DASHES = ([1, 0], [6, 3], [2, 2], [8, 3, 2, 3])
+SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down")
+HEIGHT = 300
+FROM_ZERO = alt.Scale(zero=True)
+ANYWHERE = alt.Scale(zero=False)
+LOGARITHMIC = alt.Scale(type="log", nice=False, padding=12)
+
+
+@dataclass(frozen=True)
+class Figure:
+    name: str
+    title: str
+    caption: str
+    views: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    """Specifications by the name of the view."""
+
+
+def colour(index: int) -> str:
+    return COLOURS[index % len(COLOURS)]
+
+
+class Painter:
+    """Charts in which a variant looks the same everywhere."""
+
+    def __init__(self, labels: Sequence[str]) -> None:
+        numbers = range(len(labels))
+        repeat = [number // len(COLOURS) for number in numbers]
+        self.labels = list(labels)
+        self.colour = alt.Color(
+            "label:N",
+            scale=alt.Scale(domain=self.labels, range=[colour(n) for n in numbers]),
+            legend=None,
+        )
+        dashes = [DASHES[min(repeat[n], len(DASHES) - 1)] for n in numbers]
+        self.dash = alt.StrokeDash("label:N", scale=alt.Scale(domain=self.labels, range=dashes), legend=None)
+        shapes = [SHAPES[n % len(SHAPES)] for n in numbers]
+        self.shape = alt.Shape("label:N", scale=alt.Scale(domain=self.labels, range=shapes), legend=None)
+
+    def chart(self, rows: Rows) -> alt.Chart:
+        hidden = alt.param(name="hidden", value=[])
+        return (
+            alt.Chart(alt.Data(values=rows))
+            .add_params(hidden)
+            .transform_filter("indexof(hidden, datum.label) < 0")
+        )
+
+    def lines(
+        self,
+        rows: Rows,
+        x: alt.X,
+        y: tuple[str, str],
+        tooltip: Sequence[alt.Tooltip],
+        *,
+        scale: alt.Scale = ANYWHERE,
+        band: tuple[str, str] | None = None,
+        rule: float | None = None,
+    ) -> dict[str, Any]:
+        """A line for each variant: y is a field and its title, band two fields, rule a level to mark."""
+        chart = self.chart(rows)
+        title = y[1]
+        middle = alt.Y(f"{y[0]}:Q", title=title, scale=scale)
+        layers: list[Any] = [] if rule is None else [_level(rule, "y")]
+        if band is not None:
+            known = chart.transform_filter(f"isValid(datum.{band[0]})").mark_area(opacity=0.15)
+            ends = alt.Y(f"{band[0]}:Q", title=title), alt.Y2(f"{band[1]}:Q")
+            layers.append(known.encode(x, *ends, self.colour))
+        layers.append(chart.mark_line(strokeWidth=2).encode(x, middle, self.colour, self.dash))
+        points = chart.mark_point(filled=True, size=45)
+        layers.append(points.encode(x, middle, self.colour, self.shape, tooltip=list(tooltip)))
+        return _finish(alt.layer(*layers))
+
+    def intervals(
+        self, rows: Rows, x: str, title: str, order: Sequence[str], *, rule: float
+    ) -> dict[str, Any]:
+        """A row for each variant: its mean and interval, the fields mean, low and high."""
+        chart = self.chart(rows)
+        y = alt.Y("label:N", sort=list(order), title=None, axis=alt.Axis(labelLimit=220, grid=False))
+        tooltip = [
+            alt.Tooltip("label:N", title="variant"),
+            alt.Tooltip("mean:Q", title=x, format="+.4f"),
+            alt.Tooltip("low:Q", title="from", format="+.4f"),
+            alt.Tooltip("high:Q", title="to", format="+.4f"),
+            alt.Tooltip("verdict:N"),
+        ]
+        span = chart.mark_rule(strokeWidth=2).encode(
+            alt.X("low:Q", title=title, scale=alt.Scale(zero=True)), alt.X2("high:Q"), y, self.colour
+        )
+        points = chart.mark_point(filled=True, size=90, opacity=1).encode(
+            alt.X("mean:Q", title=title), y, self.colour, self.shape, tooltip=tooltip
+        )
+        return _finish(alt.layer(_level(rule, "x"), span, points), height=30 * len(rows))
+
+
+def _level(at: float, axis: str) -> alt.Chart:
+    """A thin line at a value, across the figure."""
+    channel = alt.X("at:Q") if axis == "x" else alt.Y("at:Q")
+    return alt.Chart(alt.Data(values=[{"at": at}])).mark_rule(strokeDash=[4, 4], opacity=0.6).encode(channel)
+
+
+def _finish(chart: Any, height: int = HEIGHT) -> dict[str, Any]:
+    sized = chart.properties(
+        width="container", height=height, autosize={"type": "fit-x", "contains": "padding"}
+    )
+    spec: dict[str, Any] = sized.to_dict()
+    return spec
+
+
+def figures(results: Mapping[str, Any]) -> dict[str, Figure]:
+    """Every figure that the results have anything for, by name."""
+    painter = Painter([variant["label"] for variant in results["variants"]])
+    makers = (
+        differences,
+        curves,
+        loss_against_cost,
+        cost_against_length,
+        positions,
+        answers,
+        ablations,
+        skipping,
+    )
+    made = [figure for maker in makers if (figure := maker(results, painter)) is not None]
+    made += [figure for maker in (heads, movement) if (figure := maker(results)) is not None]
+    return {figure.name: figure for figure in made if figure.views}
+
+
+def differences(results: Mapping[str, Any], painter: Painter) -> Figure | None:
+    rows = [
+        {"label": v["label"], **_picked(v["difference"], "mean", "low", "high", "verdict")}
+        for v in results["variants"][1:]
+        if v["difference"]["mean"] is not None
+    ]
+    order = [row["label"] for row in sorted(rows, key=lambda row: row["mean"])]
+    title = f"loss minus that of {results['baseline']}; left of 0 is better"
+    views = {"": painter.intervals(rows, "difference", title, order, rule=0.0)} if rows else {}
+    caption = (
+        "Mean over the seeds with its 95% interval. The interval is each variant's own; the verdict is "
+        "corrected for the number of variants, so an interval beside 0 may still be no difference shown."
+    )
+    return Figure("differences", "How far from the baseline", caption, views)
+
+
+def curves(results: Mapping[str, Any], painter: Painter) -> Figure | None:
+    rows = [
+        {"label": v["label"], **_picked(point, "tokens", "seconds", "mean", "low", "high")}
+        for v in results["variants"]
+        for point in v["curve"]
+        if point["mean"] is not None
+    ]
+    paired = [
+        {
+            "label": v["label"],
+            "tokens": point["tokens"],
+            **_picked(point["difference"], "mean", "low", "high"),
+        }
+        for v in results["variants"][1:]
+        for point in v["curve"]
+        if point["difference"]["mean"] is not None
+    ]
+    if not rows:
+        return None
+    tooltip = [
+        alt.Tooltip("label:N", title="variant"),
+        alt.Tooltip("tokens:Q", format=",.0f"),
+        alt.Tooltip("seconds:Q", format=",.1f"),
+        alt.Tooltip("mean:Q", title="loss", format=".4f"),
+    ]
+    y = ("mean", "validation loss")
+    tokens = alt.X("tokens:Q", title="training tokens", axis=alt.Axis(format="~s"), scale=FROM_ZERO)
+    seconds = alt.X("seconds:Q", title="seconds of training", scale=FROM_ZERO)
+    views = {
+        "by tokens": painter.lines(rows, tokens, y, tooltip, band=("low", "high")),
+        "by seconds": painter.lines(rows, seconds, y, tooltip, band=("low", "high")),
+    }
+    if paired:
+        title = f"loss minus that of {results['baseline']}"
+        views["difference by tokens"] = painter.lines(
+            paired,
+            tokens,
+            ("mean", title),
+            [tooltip[0], tooltip[1], alt.Tooltip("mean:Q", title="difference", format="+.4f")],
+            band=("low", "high"),
+            rule=0.0,
+        )
+    caption = (
+        "Mean over the seeds; the band is its 95% interval. Seconds are those of the separate measurement of "
+        "speed, with the machine to itself."
+    )
+    return Figure("curves", "Learning curves", caption, views)
+
+
+def loss_against_cost(results: Mapping[str, Any], painter: Painter) -> Figure | None:
+    if results["costs"] is None:
+        return None
+    context = results["config"]["train"]["context"]
+    costs = {(c["label"], c["length"]): c for c in results["costs"]["costs"]}
+    longest = max(length for _, length in costs)
+    rows = []
+    for variant in results["variants"]:
+        near, far = costs.get((variant["label"], context)), costs.get((variant["label"], longest))
+        if near is None or far is None or variant["loss"]["mean"] is None:
+            continue
+        rows.append(
+            {
+                "label": variant["label"],
+                **_picked(variant["loss"], "mean", "low", "high"),
+                "training": near["training"]["seconds"] * 1e6 / (near["length"] * near["sequences"]),
+                "peak": near["peak_bytes"] / 1e6,
+                "decoding": far["decoding"]["seconds"] * 1e3,
+                "cache": far["cache_bytes"] / 1e6,
+            }
+        )
+    asked = {
+        "training time": ("training", f"microseconds a token of training, context {context:,}"),
+        "memory": ("peak", f"MB of memory in training, context {context:,}"),
+        "decoding time": ("decoding", f"milliseconds a new token after {longest:,}"),
+        "cache": ("cache", f"MB of cache after {longest:,} tokens"),
+    }
+    views = {}
+    for name, (field_name, title) in asked.items():
+        chart = painter.chart(rows)
+        x = alt.X(f"{field_name}:Q", title=title, scale=alt.Scale(zero=False, padding=20))
+        y_title = "validation loss"
+        tooltip = [
+            alt.Tooltip("label:N", title="variant"),
+            alt.Tooltip("mean:Q", title="loss", format=".4f"),
+            alt.Tooltip(f"{field_name}:Q", title=title, format=",.3~f"),
+        ]
+        span = chart.mark_rule(strokeWidth=2).encode(
+            x,
+            alt.Y("low:Q", title=y_title, scale=alt.Scale(zero=False, padding=10)),
+            alt.Y2("high:Q"),
+            painter.colour,
+        )
+        points = chart.mark_point(filled=True, size=110, opacity=1).encode(
+            x, alt.Y("mean:Q", title=y_title), painter.colour, painter.shape, tooltip=tooltip
+        )
+        text = chart.mark_text(align="left", dx=9, dy=-9, fontSize=12).encode(
+            x, alt.Y("mean:Q"), alt.Text("label:N"), painter.colour
+        )
+        views[name] = _finish(alt.layer(span, points, text))
+    caption = "Down and to the left is better. The bar is the 95% interval of the loss."
+    return Figure("loss-against-cost", "Loss against cost", caption, views if rows else {})
+
+
+def cost_against_length(results: Mapping[str, Any], painter: Painter) -> Figure | None:
+    if results["costs"] is None:
+        return None
+    rows, marks = [], []
+    for cost in results["costs"]["costs"]:
+        row = {"label": cost["label"], "length": cost["length"], "memory": cost["peak_ratio"]}
+        row["peak"], row["cache"] = cost["peak_bytes"] / 1e6, cost["cache_bytes"] / 1e6
+        for kind in ("training", "decoding"):
+            row[kind] = cost[kind]["ratio"]
+            row[f"{kind}_low"], row[f"{kind}_high"] = cost[kind]["low"], cost[kind]["high"]
+            row[f"{kind}_seconds"] = cost[kind]["seconds"]
+        rows.append(row)
+    for crossover in results["costs"]["crossovers"]:
+        if crossover["wins_at"] is not None and crossover["not_at"] is not None:
+            marks.append({**crossover, "one": 1.0})
+    lengths = sorted({row["length"] for row in rows})
+    x = alt.X(
+        "length:Q", title="context length", scale=alt.Scale(type="log", base=2), axis=alt.Axis(values=lengths)
+    )
+    named = [alt.Tooltip("label:N", title="variant"), alt.Tooltip("length:Q", format=",.0f")]
+    views = {}
+    for kind, words in (("training", "training speed"), ("decoding", "decoding speed")):
+        y = (kind, f"{words} relative to {results['baseline']}")
+        tooltip = [
+            *named,
+            alt.Tooltip(f"{kind}:Q", title="relative speed", format=".2f"),
+            alt.Tooltip(f"{kind}_low:Q", title="from", format=".2f"),
+            alt.Tooltip(f"{kind}_high:Q", title="to", format=".2f"),
+            alt.Tooltip(f"{kind}_seconds:Q", title="seconds", format=".4~g"),
+        ]
+        band = (f"{kind}_low", f"{kind}_high")
+        spec = painter.lines(rows, x, y, tooltip, scale=LOGARITHMIC, band=band, rule=1.0)
+        crossings = [mark for mark in marks if mark["kind"] == kind]
+        if crossings:
+            spec["layer"] += _crossings(painter, crossings, x)
+        views[words] = spec
+    for name, title in (("peak", "MB of memory in training"), ("cache", "MB of cache after the context")):
+        shown = [row for row in rows if row[name] > 0]
+        views["memory" if name == "peak" else "cache"] = painter.lines(
+            shown,
+            x,
+            (name, title),
+            [*named, alt.Tooltip(f"{name}:Q", title="MB", format=",.2f")],
+            scale=LOGARITHMIC,
+        )
+    caption = (
+        "Speeds are interleaved with the baseline's; the band is the middle half of the rounds. A diamond "
+        "marks the length from which a variant is faster, found by measuring between the lengths shown."
+    )
+    return Figure("cost-against-length", "Cost against context length", caption, views)
+
+
+def _crossings(painter: Painter, marks: Rows, x: alt.X) -> list[dict[str, Any]]:
+    layer = (
+        alt.Chart(alt.Data(values=marks))
+        .transform_filter("indexof(hidden, datum.label) < 0")
+        .mark_point(shape="diamond", size=220, strokeWidth=2.5, filled=False)
+        .encode(
+            alt.X("wins_at:Q", title="context length"),
+            alt.Y("one:Q"),
+            painter.colour,
+            tooltip=[
+                alt.Tooltip("label:N", title="variant"),
+                alt.Tooltip("wins_at:Q", title="faster at", format=",.0f"),
+                alt.Tooltip("not_at:Q", title="not yet at", format=",.0f"),
+            ],
+        )
+        .to_dict()
+    )
+    return [{key: layer[key] for key in ("data", "transform", "mark", "encoding")}]
+
+
+def positions(results: Mapping[str, Any], painter: Painter) -> Figure | None:
+    baseline = {place["first"]: place["mean"] for place in results["variants"][0]["by_position"]}
+    rows = []
+    for variant in results["variants"]:
+        for place in variant["by_position"]:
+            if place["mean"] is None:
+                continue
+            row = {"label": variant["label"], "place": place["first"] + 1, "last": place["end"], **place}
+            if baseline.get(place["first"]) is not None:
+                row["difference"] = place["mean"] - baseline[place["first"]]
+            rows.append(row)
+    if not rows:
+        return None
+    x = alt.X("place:Q", title="position in the context", scale=alt.Scale(type="log", base=2))
+    tooltip = [
+        alt.Tooltip("label:N", title="variant"),
+        alt.Tooltip("place:Q", title="from position"),
+        alt.Tooltip("last:Q", title="to position"),
+        alt.Tooltip("mean:Q", title="loss", format=".4f"),
+    ]
+    y = ("mean", "validation loss")
+    compared = [row for row in rows if "difference" in row and row["label"] != results["baseline"]]
+    views = {"loss": painter.lines(rows, x, y, tooltip, band=("low", "high"))}
+    if compared:
+        difference = ("difference", f"loss minus that of {results['baseline']}")
+        told = [*tooltip[:3], alt.Tooltip("difference:Q", format="+.4f")]
+        views = {"difference": painter.lines(compared, x, difference, told, rule=0.0), **views}
+    caption = (
+        "Mean over the seeds at positions that double in width. A mechanism that forgets what is far shows "
+        "it on the right."
+    )
+    return Figure("positions", "Loss by position in the context", caption, views)
+
+
+def answers(results: Mapping[str, Any], painter: Painter) -> Figure | None:
+    """On data that asks for answers: how many are right, by how far back the key stands."""
+    rows = [
+        {"label": v["label"], "distance": place["first"], "last": place["end"] - 1, **place}
+        for v in results["variants"]
+        for place in (v["answers"] or {"by_distance": []})["by_distance"]
+    ]
+    if not rows:
+        return None
+    x = alt.X("distance:Q", title="distance to the key, in tokens", scale=alt.Scale(type="log", base=2))
+    tooltip = [
+        alt.Tooltip("label:N", title="variant"),
+        alt.Tooltip("distance:Q", title="from distance"),
+        alt.Tooltip("last:Q", title="to distance"),
+        alt.Tooltip("mean:Q", title="right", format=".1%"),
+    ]
+    whole = alt.Scale(domain=[0, 1])
+    views = {
+        "": painter.lines(
+            rows, x, ("mean", "share of right answers"), tooltip, scale=whole, band=("low", "high")
+        )
+    }
+    caption = (
+        "Mean over the seeds, with its 95% interval. What a window cannot reach shows as a fall to the right."
+    )
+    return Figure("answers", "Answers by distance", caption, views)
+
+
+def ablations(results: Mapping[str, Any], painter: Painter) -> Figure | None:
+    """Each mechanism that has ablations here, beside them."""
+    families = dict.fromkeys(v["mechanism"] for v in results["variants"] if v["ablation"])
+    views = {}
+    for family in families:
+        rows = [
+            {"label": v["label"], **_picked(v["difference"], "mean", "low", "high", "verdict")}
+            for v in results["variants"][1:]
+            if v["mechanism"] == family and v["difference"]["mean"] is not None
+        ]
+        if rows:
+            title = f"loss minus that of {results['baseline']}; left of 0 is better"
+            order = [row["label"] for row in rows]
+            views[family] = painter.intervals(rows, "difference", title, order, rule=0.0)
+    caption = "What is left of a mechanism's difference when a part of it is taken away."
+    return Figure("ablations", "Ablations", caption, views)
+
+
+def heads(results: Mapping[str, Any]) -> Figure | None:
+    views = {}
+    for variant in results["variants"]:
+        if not variant["gates"]:
+            continue
+        rows = [
+            {"layer": layer["layer"], "head": head, "gate": value}
+            for layer in variant["gates"]["heads"]
+            for head, value in enumerate(layer["by_head"])
+            if value is not None
+        ]
+        scale = alt.Scale(domain=[0, 1], scheme="viridis")
+        base = alt.Chart(alt.Data(values=rows)).encode(
+            alt.X("head:O", title="head", axis=alt.Axis(labelAngle=0)), alt.Y("layer:O", title="layer")
+        )
+        cells = base.mark_rect().encode(
+            alt.Color("gate:Q", scale=scale, title="gate"),
+            tooltip=["layer:O", "head:O", alt.Tooltip("gate:Q", format=".3f")],
+        )
+        numbers = base.mark_text(fontSize=11).encode(
+            alt.Text("gate:Q", format=".2f"),
+            color=alt.condition("datum.gate > 0.55", alt.value("#111111"), alt.value("#f4f4f4")),
+        )
+        layers = (cells, numbers) if len(rows) <= 160 else (cells,)
+        views[variant["label"]] = _finish(alt.layer(*layers), height=26 * len(variant["gates"]["heads"]))
+    caption = "Mean gate of each head at the end of training, over the seeds and the first evaluated batch."
+    return Figure("heads", "The gates by layer and head", caption, views)
+
+
+def movement(results: Mapping[str, Any]) -> Figure | None:
+    views = {}
+    for variant in results["variants"]:
+        rows = [row for row in (variant["gates"] or {"moved": []})["moved"] if row["mean"] is not None]
+        if not rows:
+            continue
+        chart = alt.Chart(alt.Data(values=rows)).encode(
+            alt.X("tokens:Q", title="training tokens", axis=alt.Axis(format="~s"), scale=FROM_ZERO),
+            alt.Y("mean:Q", title="mean gate of the layer", scale=alt.Scale(domain=[0, 1])),
+            alt.Color("layer:O", title="layer", scale=alt.Scale(scheme="viridis")),
+            tooltip=["layer:O", alt.Tooltip("tokens:Q", format=",.0f"), alt.Tooltip("mean:Q", format=".3f")],
+        )
+        views[variant["label"]] = _finish(alt.layer(chart.mark_line(), chart.mark_point(filled=True)))
+    return Figure("movement", "How the gates moved", "Mean gate of each layer at each evaluation.", views)
+
+
+def skipping(results: Mapping[str, Any], painter: Painter) -> Figure | None:
+    """The loss it costs not to compute what a gate nearly closes, against the share that is not computed."""
+    rows = [{"label": label, **row} for label, told in (results["skipping"] or {}).items() for row in told]
+    if not rows:
+        return None
+    tooltip = [
+        alt.Tooltip("label:N", title="variant"),
+        alt.Tooltip("skip_below:Q", title="gates below"),
+        alt.Tooltip("skipped:Q", title="share skipped", format=".1%"),
+        alt.Tooltip("loss_cost:Q", title="loss it costs", format="+.4f"),
+        alt.Tooltip("time:Q", title="time a decoded token", format=".2f"),
+    ]
+    x = alt.X("skipped:Q", title="share not computed", axis=alt.Axis(format="%"))
+    y = ("loss_cost", "loss it costs")
+    caption = "Each point is a threshold: what a gate weighs less than that is not computed at decoding."
+    views = {"": painter.lines(rows, x, y, tooltip, rule=0.0)}
+    return Figure("skipping", "Computation that follows the gate", caption, views)
+
+
+def _picked(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: values[name] for name in names}

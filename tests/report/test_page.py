@@ -1,0 +1,176 @@
+"""The page: made from the folder alone; in a real browser, where markup is text and no request leaves it."""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from study_examples import LABEL
+
+from headgate.errors import HeadgateError
+from headgate.report.collect import read_study
+from headgate.report.figures import figures
+from headgate.report.page import page, write_page
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@pytest.fixture(scope="module")
+def report(study: Path) -> Path:
+    return write_page(study)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed; not run")
+    if CHROMIUM is None:
+        pytest.skip("no chromium here (Debian: apt install chromium); the page was not opened")
+    with sync_api.sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+class Opened:
+    """The page in the browser, with everything it said and asked for."""
+
+    def __init__(self, browser: Any, report: Path, *, width: int, scheme: str = "light") -> None:
+        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        self.page = context.new_page()
+        self.said: list[str] = []
+        self.asked: list[str] = []
+        self.page.on("console", lambda message: self.said.append(message.text))
+        self.page.on("pageerror", lambda error: self.said.append(str(error)))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.goto(report.as_uri())
+        self.page.wait_for_selector("html[data-ready=yes]", timeout=60_000)
+
+    def marks(self, figure: str, kind: str = "symbol") -> int:
+        return int(self.page.locator(f"#chart-{figure} .mark-{kind} path").count())
+
+
+def test_one_small_file_that_needs_nothing(report: Path) -> None:
+    text = report.read_text(encoding="utf-8")
+    assert len(text.encode()) < 3_000_000
+    outside = text[: text.index('<script type="module">')] + text[text.rindex("</script>") :]
+    assert not re.findall(r"""(?:src|href)=["'](?!#)""", outside)
+
+
+def test_the_page_comes_from_the_folder_alone(report: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "elsewhere"
+    moved.mkdir()
+    for name in ("results.json", "gates.json", "skipping.json"):
+        shutil.copy(report.parent / name, moved / name)
+    assert write_page(moved).read_text() == report.read_text()
+    with pytest.raises(HeadgateError, match=r"has no results\.json"):
+        write_page(tmp_path)
+
+
+def test_markup_is_text(report: Path) -> None:
+    text = report.read_text(encoding="utf-8")
+    assert "<b>log</b>" not in text
+    assert "&lt;b&gt;log&lt;/b&gt; &amp; co" in text
+
+
+def test_a_document_cannot_end_the_script(report: Path) -> None:
+    study = read_study(report.parent)
+    study["passage"]["tokens"] = ["</script><script>alert(1)</script>", "<!--", "\u2028"]
+    study["variants"][1]["label"] = "</script><img src=x onerror=alert(1)>"
+    text = page(study)
+    assert "<img src=x" not in text
+    assert text.count("<script") == page(read_study(report.parent)).count("<script")
+    assert "alert(1)</script>" not in text
+
+
+def test_the_figures_hold_the_numbers(report: Path) -> None:
+    study = read_study(report.parent)
+    made = figures(study)
+    assert set(made) == {
+        "differences", "curves", "loss-against-cost", "cost-against-length", "positions", "heads",
+        "movement", "skipping",
+    }  # fmt: skip
+    shown = json.dumps(made["curves"].views["by tokens"])
+    for variant in study["variants"]:
+        assert str(variant["curve"][-1]["mean"]) in shown
+    assert list(made["heads"].views) == ["dynamic-sparse", LABEL]
+
+
+def test_a_study_without_costs_or_gates_has_a_page(report: Path) -> None:
+    study = read_study(report.parent)
+    study["costs"], study["passage"], study["skipping"] = None, None, None
+    for variant in study["variants"]:
+        variant |= {"gates": None, "speed": None, "memory": None, "tokens_per_second": None}
+    text = page(study)
+    assert 'id="cost"' not in text
+    assert 'id="gates"' not in text
+    assert 'id="result"' in text
+
+
+def test_failed_and_diverged_runs_are_told(report: Path) -> None:
+    study = read_study(report.parent)
+    failed, diverged = study["variants"][1:]
+    failed["runs"][1] = {
+        "seed": 1,
+        "folder": "x",
+        "state": "failed",
+        "reason": "ran <out> of luck",
+        "curve": [],
+    }
+    diverged["loss"] |= {"mean": None, "low": None, "high": None}
+    diverged["difference"] |= {"mean": None, "low": None, "high": None, "diverged": 1}
+    text = page(study)
+    assert "seed 1: failed: ran &lt;out&gt; of luck" in text
+    assert "1 of 2 seeds diverged" in text
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
+def test_in_a_browser(browser: Any, report: Path, width: int, scheme: str) -> None:
+    opened = Opened(browser, report, width=width, scheme=scheme)
+    assert opened.said == []
+    assert opened.asked == [report.as_uri()]
+    assert opened.page.evaluate("document.documentElement.scrollWidth") <= width
+    assert opened.page.locator("b", has_text="log").count() == 0
+    assert LABEL in opened.page.locator("#result").inner_text()
+    # Every figure is drawn, as wide as it may be.
+    for name in figures(read_study(report.parent)):
+        box = opened.page.locator(f"#chart-{name} svg").bounding_box()
+        assert box is not None
+        assert 200 < box["width"] <= width
+
+
+def test_toggles_and_keyboard(browser: Any, report: Path) -> None:
+    opened = Opened(browser, report, width=1280)
+    page = opened.page
+    before = opened.marks("curves")
+    assert before >= 6
+    page.locator("[data-variant='1']").focus()
+    page.keyboard.press("Space")  # a checkbox of the shared legend hides a variant in every figure
+    page.wait_for_function(
+        f"document.querySelectorAll('#chart-curves .mark-symbol path').length === {before * 2 // 3}"
+    )
+    page.locator("[data-variant='1']").check()
+    page.wait_for_function(
+        f"document.querySelectorAll('#chart-curves .mark-symbol path').length === {before}"
+    )
+
+    def axis() -> str:
+        return str(page.locator("#chart-curves .role-axis-title").first.text_content())
+
+    assert axis() == "training tokens"
+    page.locator("[data-figure=curves][value='by tokens']").focus()
+    page.keyboard.press("ArrowRight")
+    page.wait_for_function(
+        "document.querySelector('#chart-curves .role-axis-title').textContent === 'seconds of training'"
+    )
+    page.locator("#passage-variant").select_option(LABEL)
+    page.locator("#passage-head").select_option("1")
+    coloured = page.locator("#passage span").evaluate_all(
+        "all => new Set(all.map(s => s.style.backgroundColor)).size"
+    )
+    assert coloured > 3
+    text = "".join(read_study(report.parent)["passage"]["tokens"])
+    assert page.locator("#passage").text_content() == text
+    assert opened.said == []
