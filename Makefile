@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 
 NATIVE := $(wildcard headgate/ops/native/*.cpp headgate/ops/native/*.h)
 
-.PHONY: demo test lint sanitize clean
+.PHONY: demo test test-gpu lint sanitize clean
 .DELETE_ON_ERROR:
 
 $(READY): pyproject.toml setup.py constraints.txt headgate/version.py $(NATIVE)
@@ -25,6 +25,11 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest
+
+# For a machine with a GPU: the contract on the device, then times against other attentions. Writes
+# gpu-report.json and gpu-report.md. Without a GPU it says so and ends with code 2.
+test-gpu: $(READY)
+	$(BIN)/python benchmarks/gpu.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

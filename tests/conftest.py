@@ -1,6 +1,7 @@
 """What all tests share."""
 
 import json
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,11 @@ from study_examples import asked, write_recipe
 
 from headgate.config import Config, MechanismSpec, ModelConfig, TrainConfig
 from headgate.data.prepare import Request, prepare
+
+# Triton reads it when it is first imported: its kernels then run on the CPU, one operation at a time.
+# On a device (`make test-gpu`) they are compiled.
+if os.environ.get("HEADGATE_DEVICE", "cpu") == "cpu":
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(autouse=True)

@@ -68,6 +68,12 @@ def test_light_modules_do_not_import_heavy_ones(module: str) -> None:
     assert run.stdout.strip() == "[]"
 
 
+def test_ops_import_no_compiler_before_they_need_one() -> None:
+    script = "import sys, headgate.ops; print(sorted({'triton', 'torch._dynamo'} & set(sys.modules)))"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
 def test_report_never_imports_torch() -> None:
     for path in (ROOT / "report").rglob("*.py"):
         assert "import torch" not in path.read_text(encoding="utf-8")

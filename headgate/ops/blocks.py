@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headgate.errors import HeadgateError
-from headgate.ops import reference
+from headgate.ops import flex, reference
 from headgate.ops.dispatch import Op, check
 from headgate.ops.registration import refuse_gradient, register, register_gradient
 from headgate.ops.span import causal_gradients, span_attention
+from headgate.ops.span_torch import accumulator
 from headgate.ops.tiles import query_tiles
 from headgate.ops.top_k import highest
 
@@ -72,10 +73,11 @@ def choose_blocks(q: Tensor, k: Tensor, *, block: int, scale: float) -> Tensor:
     positions = torch.arange(offset, k.shape[2], device=q.device)
     counts = -(-reference.top_count(positions, scale) // block)
     counts = torch.minimum(counts, positions // block)
-    chosen = torch.full((*q.shape[:3], int(counts.max())), -1, dtype=torch.int64, device=q.device)
+    slots = _slots(k.shape[2] - 1, block, scale)
+    chosen = torch.full((*q.shape[:3], slots), -1, dtype=torch.int64, device=q.device)
     for a, b in query_tiles(q.shape[2], q.shape[0] * q.shape[1] * n, most=1024):
         past = (offset + b - 1) // block  # complete blocks before the tile's last query
-        most = int(counts[a:b].max())
+        most = _slots(offset + b - 1, block, scale)
         if most == 0:
             continue
         grouped = q[:, :, a:b].unflatten(1, (k.shape[1], -1)).flatten(2, 3)
@@ -91,6 +93,17 @@ def choose_blocks(q: Tensor, k: Tensor, *, block: int, scale: float) -> Tensor:
             if slot + 1 < most:
                 scores.scatter_(-1, best, -math.inf)
     return chosen
+
+
+def _slots(position: int, block: int, scale: float) -> int:
+    """How many past blocks a query there attends to, and none before it more: known without a look at
+    tensors, which would break a graph being traced."""
+    return min(-(-math.ceil(scale * math.sqrt(position + 1)) // block), position // block)
+
+
+@BLOCKS.path("flex", refuse=flex.refuse)
+def _flex(q: Tensor, k: Tensor, v: Tensor, *, block: int, scale: float) -> Tensor:
+    return flex.block_selected_attention(q, k, v, choose_blocks(q, k, block=block, scale=scale), block)
 
 
 @BLOCKS.path("torch")
@@ -190,10 +203,17 @@ def _block_rows(k: Tensor, block: int) -> Tensor:
 
 def _results(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     b, h, t, d = q.shape
-    return q.new_empty((b, t, h, d)).transpose(1, 2), q.new_empty((b, t, h)).transpose(1, 2)
+    lse = q.new_empty((b, t, h), dtype=accumulator(q)).transpose(1, 2)
+    return q.new_empty((b, t, h, d)).transpose(1, 2), lse
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, block: int, out: Tensor, lse: Tensor) -> None:
+    if q.dtype != lse.dtype:  # half precision is summed in fp32
+        wide = torch.empty_like(out, dtype=lse.dtype)
+        q, k, v = (t.to(lse.dtype) for t in (q, k, v))
+        _forward(q, k, v, chosen, block, wide, lse)
+        out.copy_(wide)
+        return
     scaled = _rows(q) / math.sqrt(q.shape[3])
     k_rows, v_rows = _block_rows(k, block), _block_rows(v, block)
     own = OwnBlocks.of(q, k, block)
@@ -244,6 +264,13 @@ def _backward(
 ) -> None:
     """Every branch is differentiated with the output and log-sum-exp of the whole: exp(s - lse) are then the
     final weights, and out . d_out is the same for all branches."""
+    if q.dtype != lse.dtype:
+        wide = [torch.empty_like(t, dtype=lse.dtype) for t in (d_q, d_k, d_v)]
+        d_out, q, k, v, out = (t.to(lse.dtype) for t in (d_out, q, k, v, out))
+        _backward(d_out, q, k, v, chosen, out, lse, block, *wide)
+        for to, gradient in zip((d_q, d_k, d_v), wide, strict=True):
+            to.copy_(gradient)
+        return
     own = OwnBlocks.of(q, k, block)
     queries, keys = map(own.queries, (q, out, lse, d_out)), map(own.keys, (k, v))
     (q_own, out_own, lse_own, d_own), (k_own, v_own) = queries, keys

@@ -15,6 +15,7 @@ from headgate.ops.dispatch import Op, check
 from headgate.ops.native import pair_gate as pair_gate_native
 from headgate.ops.registration import refuse_gradient, register, register_gradient
 from headgate.ops.span_torch import accumulator
+from headgate.ops.triton import pair_gate as pair_gate_triton
 
 PAIR_GATE = Op("pair_gated_attention")
 
@@ -113,5 +114,8 @@ def _refuse_native(q: Tensor, *others: Tensor, **options: Any) -> str | None:
 
 
 PAIR_GATE.path("native", refuse=_refuse_native)(_path(_register("pair_gate_native", pair_gate_native)))
+PAIR_GATE.path(
+    "triton", refuse=lambda q, *others, **options: pair_gate_triton.refuse(q, others[4].shape[-1])
+)(_path(_register("pair_gate_triton", pair_gate_triton)))
 PAIR_GATE.path("torch")(_path(_register("pair_gate_torch", pair_gate_torch)))
 PAIR_GATE.path("reference")(reference.pair_gated_attention)

@@ -12,6 +12,9 @@ import torch
 from headgate.errors import HeadgateError
 
 LIBRARY = torch.library.Library("headgate", "FRAGMENT")
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.AutocastCUDA
+)
 
 Memory = Callable[..., tuple[Any, ...]]
 
@@ -22,7 +25,8 @@ def register(name: str, schema: str, memory: Memory, fill: Callable[..., None]) 
 
     def run(*args: Any) -> tuple[Any, ...]:
         results = memory(*args)
-        fill(*args, *results)
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):  # an op chooses the dtypes inside it itself
+            fill(*args, *results)
         return results
 
     LIBRARY.define(name + schema)

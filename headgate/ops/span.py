@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headgate.errors import HeadgateError
-from headgate.ops import reference, span_torch
+from headgate.ops import flex, reference, span_torch
 from headgate.ops.dispatch import Op, check
 from headgate.ops.native import span as span_native
 from headgate.ops.registration import refuse_gradient, register, register_gradient
@@ -204,5 +204,6 @@ def causal_gradients(
 SPAN.path("native", refuse=lambda q, *args, **options: span_native.refuse(q))(
     _path(_register("span_native", span_native))
 )
+SPAN.path("flex", refuse=flex.refuse)(flex.span_attention)
 SPAN.path("torch")(_path(_register("span_torch", span_torch)))
 SPAN.path("reference")(reference.span_attention)

@@ -50,6 +50,18 @@ def test_output_and_gradients_are_those_of_the_reference(case: tuple[int, ...], 
         assert (ours - truth).abs().max() <= tolerance * max(1.0, truth.abs().max().item())
 
 
+def test_half_precision_is_summed_in_fp32() -> None:
+    results = []
+    for backend in ("torch", "reference"):
+        inputs = [t.bfloat16().requires_grad_() for t in tensors(0, 1, 4, 2, 129, 129, 16)]
+        run = inputs if backend == "torch" else [t.double() for t in inputs]
+        out = ops.block_selected_attention(*run, block=8, scale=3.0, backend=backend)
+        results.append([out, *torch.autograd.grad(out, inputs, torch.ones_like(out))])
+    for ours, truth in zip(*results, strict=True):
+        assert ours.dtype == torch.bfloat16 or ours is results[1][0]
+        assert (ours.double() - truth.double()).abs().max() <= 0.02 * max(1.0, truth.abs().max().item())
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_choice_is_the_references(case: tuple[int, ...]) -> None:
     *sizes, block, scale = case

@@ -31,12 +31,19 @@ class Case:
     d_out: Tensor
     options: dict[str, Any]
 
-    def run(self, function: Any, *, dtype: torch.dtype = torch.float32, **options: Any) -> dict[str, Tensor]:
-        """Output and the gradients of all inputs."""
-        inputs = [t.detach().to(dtype).requires_grad_() for t in self.inputs]
+    def run(
+        self,
+        function: Any,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        **options: Any,
+    ) -> dict[str, Tensor]:
+        """Output and the gradients of all inputs, computed on the device."""
+        inputs = [t.detach().to(device, dtype).requires_grad_() for t in self.inputs]
         out = function(*inputs, **self.options, **options)
-        grads = torch.autograd.grad(out, inputs, self.d_out.to(out.dtype))
-        return dict(zip(NAMES, [out.detach(), *grads], strict=True))
+        grads = torch.autograd.grad(out, inputs, self.d_out.to(out))
+        return {name: t.cpu() for name, t in zip(NAMES, [out.detach(), *grads], strict=True)}
 
     def truth(self) -> dict[str, Tensor]:
         return self.run(reference.pair_gated_attention, dtype=torch.float64)
@@ -74,8 +81,8 @@ class Case:
             "d_b2": d_gate * pairs,
         }
 
-    def check(self, backend: str, truth: dict[str, Tensor] | None = None) -> None:
-        result, tolerances = self.run(pair_gated_attention, backend=backend), self.tolerances()
+    def check(self, backend: str, truth: dict[str, Tensor] | None = None, *, device: str = "cpu") -> None:
+        result, tolerances = self.run(pair_gated_attention, backend=backend, device=device), self.tolerances()
         for name, expected in (truth or self.truth()).items():
             worst = (result[name].double() - expected).abs().max().item()
             shapes = f"{[tuple(t.shape) for t in self.inputs[:4]]} {self.options}"
@@ -347,7 +354,7 @@ def test_explain_says_why_not_native() -> None:
     }
     for reason, inputs in refusals.items():
         explanation = ops.explain(pair_gated_attention, *inputs, form="log")
-        assert explanation.refusals == (("native", reason),)
+        assert explanation.refusals == (("native", reason), ("triton", "it runs on a GPU, not on cpu"))
         assert explanation.path == "torch"
         with pytest.raises(HeadgateError, match=reason):
             pair_gated_attention(*inputs, form="log", backend="native")

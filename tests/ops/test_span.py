@@ -33,14 +33,22 @@ class Case:
     def inputs(self) -> list[Tensor]:
         return [self.q, self.k, self.v] + ([] if self.weight is None else [self.weight])
 
-    def run(self, function: Any, *, dtype: torch.dtype = torch.float32, **options: Any) -> dict[str, Tensor]:
-        """Output, log-sum-exp and the gradients of all inputs."""
-        inputs = [t.detach().to(dtype).requires_grad_() for t in self.inputs]
+    def run(
+        self,
+        function: Any,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        **options: Any,
+    ) -> dict[str, Tensor]:
+        """Output, log-sum-exp and the gradients of all inputs, computed on the device."""
+        inputs = [t.detach().to(device, dtype).requires_grad_() for t in self.inputs]
         ring = {"ring_log_weight": inputs[3]} if self.weight is not None else {}
         out, lse = function(*inputs[:3], **self.options, **ring, **options)
-        grads = torch.autograd.grad([out, lse], inputs, [self.d_out.to(out.dtype), self.d_lse.to(lse.dtype)])
+        grads = torch.autograd.grad([out, lse], inputs, [self.d_out.to(out), self.d_lse.to(lse)])
         names = ["out", "lse", "d_q", "d_k", "d_v", "d_weight"]
-        return dict(zip(names, [out.detach(), lse.detach(), *grads], strict=False))
+        found = [out.detach(), lse.detach(), *grads]
+        return {name: tensor.cpu() for name, tensor in zip(names, found, strict=False)}
 
     def truth(self) -> dict[str, Tensor]:
         return self.run(reference.span_attention, dtype=torch.float64)
@@ -69,8 +77,8 @@ class Case:
             "d_weight": error * d_p,
         }
 
-    def check(self, backend: str, truth: dict[str, Tensor] | None = None) -> None:
-        result, tolerances = self.run(span_attention, backend=backend), self.tolerances()
+    def check(self, backend: str, truth: dict[str, Tensor] | None = None, *, device: str = "cpu") -> None:
+        result, tolerances = self.run(span_attention, backend=backend, device=device), self.tolerances()
         for name, expected in (truth or self.truth()).items():
             worst = (result[name].double() - expected).abs().max().item()
             shapes = f"q {tuple(self.q.shape)} k {tuple(self.k.shape)} {self.options}"
@@ -334,6 +342,7 @@ def test_explain_says_why_not_native() -> None:
     q = k = v = torch.zeros(1, 1, 4, 24)
     assert ops.explain("causal_attention", q, k, v).refusals == (
         ("native", "head width 24 is none of 16, 32, 64, 96, 128"),
+        ("flex", "it runs on a GPU, not on cpu"),
     )
     q = k = v = torch.zeros(1, 1, 4, 16, dtype=torch.bfloat16)
     text = str(ops.explain("causal_attention", q, k, v))

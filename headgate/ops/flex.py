@@ -1,0 +1,224 @@
+"""Span and block-selected attention through PyTorch's FlexAttention, for GPUs.
+
+What a query sees is said twice: pair by pair, and block by block from the same bounds, so that FlexAttention
+skips the blocks nobody sees and asks for no pair in those that are seen whole. Masks of spans are kept.
+
+Only masks are used, no score functions. A ring is a second attention over the ring's keys, merged by the
+log-sum-exps: FlexAttention would add the gradient of a captured log-weight pair by pair with atomics, which
+is slow and does not repeat, and its gradients were NaN where a score function met a length that is no
+multiple of 128 (pytorch issue 153799).
+
+Shapes: q (B,H,Tq,D); k, v (B,G,Tk,D). Here all positions count from the first key given, so `start` is 0.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from headgate.ops.merge import merged
+
+BLOCK = 128
+"""Queries and keys of a block of the mask: FlexAttention's default, which its tiles divide."""
+LEAST_WIDTH = 16
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DEVICES = ("cuda",)
+_TRITON = importlib.util.find_spec("triton") is not None
+
+Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def refuse(q: Tensor, *tensors: Any, **options: Any) -> str | None:
+    """Why FlexAttention cannot take these heads."""
+    if q.device.type not in DEVICES:
+        return f"it runs on a GPU, not on {q.device.type}"
+    if not _TRITON:
+        return "triton is not installed; pip install headgate[gpu]"
+    if q.dtype not in DTYPES:
+        return f"it takes float32, bfloat16 and float16, not {q.dtype}".replace("torch.", "")
+    if q.shape[-1] < LEAST_WIDTH:
+        return f"head width {q.shape[-1]} is below {LEAST_WIDTH}"
+    return None
+
+
+@dataclass(frozen=True)
+class Span:
+    """The pairs at a distance from `nearest` to `farthest`, and those before `dense_prefix` or of
+    `global_tokens`."""
+
+    queries: int
+    keys: int
+    nearest: int
+    farthest: int
+    dense_prefix: int = 0
+    global_tokens: int = 0
+
+    def pairs(self, device: torch.device) -> Mask:
+        """Bounds stand in tensors: as numbers they would compile anew with every length."""
+        offset, nearest, farthest, prefix, first = (
+            torch.full((), value, dtype=torch.int32, device=device)
+            for value in (
+                self.keys - self.queries,
+                self.nearest,
+                self.farthest,
+                self.dense_prefix,
+                self.global_tokens,
+            )
+        )
+
+        def seen(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            i = query + offset
+            distance = i - key
+            inside = (distance <= farthest) | (i < prefix) | (key < first)
+            return (distance >= nearest) & inside
+
+        return seen
+
+    def blocks(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Of every block of pairs, (query blocks, key blocks): whether any is seen, and whether all are.
+
+        A block that reaches beyond the last query or key is not seen whole.
+        """
+        low_i, high_i = _bounds(self.queries, device)
+        low_j, high_j = (t[None, :] for t in _bounds(self.keys, device))
+        whole = (high_i - low_i == BLOCK - 1)[:, None] & (high_j - low_j == BLOCK - 1)
+        low_i, high_i = (t[:, None] + self.keys - self.queries for t in (low_i, high_i))
+        prefix, first = self.dense_prefix, self.global_tokens
+        reach = high_i - low_j >= self.nearest
+        near = reach & (low_i - high_j <= self.farthest)
+        in_prefix = (low_i < prefix) & (high_i.clamp(max=prefix - 1) - low_j >= self.nearest)
+        some = near | in_prefix | (reach & (low_j < first))
+        # The pair that is hidden if any is: the last query, and the first key that is no global token.
+        too_far = (high_i >= prefix) & (high_j >= first) & (high_i - low_j.clamp(min=first) > self.farthest)
+        return some, whole & (low_i - high_j >= self.nearest) & ~too_far
+
+    def mask(self, device: torch.device) -> BlockMask:
+        some, every = self.blocks(device)
+        return _block_mask(
+            (some & ~every)[None, None], every[None, None], self.pairs(device), self.queries, self.keys
+        )
+
+
+def span_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int | None,
+    dense_prefix: int,
+    global_tokens: int,
+    ring: int,
+    ring_log_weight: Tensor | None,
+    start: int,
+) -> tuple[Tensor, Tensor]:
+    queries, keys = q.shape[2], k.shape[2]
+    prefix, first = max(0, dense_prefix - start), max(0, global_tokens - start)
+    farthest = keys if window is None else min(window, keys)
+    near, near_lse = _attend(q, k, v, _mask_of(q, Span(queries, keys, 0, farthest, prefix, first)))
+    if ring_log_weight is None:
+        return near, near_lse
+    far, far_lse = _attend(q, k, v, _mask_of(q, Span(queries, keys, farthest + 1, min(ring, keys))))
+    far_lse = far_lse + ring_log_weight.to(far_lse.dtype)
+    return merged(near, near_lse, far, far_lse), torch.logaddexp(near_lse, far_lse)
+
+
+def block_selected_attention(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, block: int) -> Tensor:
+    """Attention of each query to its own block of keys up to itself and to the chosen ones (B,H,Tq,S)."""
+    return _attend(q, k, v, selected_mask(q, k, chosen, block))[0]
+
+
+def selected_mask(q: Tensor, k: Tensor, chosen: Tensor, block: int) -> BlockMask:
+    """Built from the choices alone: each marks the blocks of the mask that its keys lie in."""
+    (batch, heads, queries, slots), keys = chosen.shape, k.shape[2]
+    chosen = chosen.to(torch.int32)
+    offset = torch.full((), keys - queries, dtype=torch.int32, device=q.device)
+
+    def seen(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        i, of_key = query + offset, key // block
+        result = (of_key == i // block) & (key <= i)
+        for slot in range(slots):
+            result = result | (chosen[b, h, query, slot] == of_key)
+        return result
+
+    rows, columns = -(-queries // BLOCK), -(-keys // BLOCK)
+    i = torch.arange(keys - queries, keys, device=q.device, dtype=torch.int32)[:, None]
+    marked = torch.cat([chosen, (i // block).expand(batch, heads, -1, 1)], -1)  # (B,H,Tq,S+1)
+    # One column more takes what marks nothing.
+    some = torch.zeros(batch, heads, rows, columns + 1, dtype=torch.bool, device=q.device)
+    for piece in range(-(-block // BLOCK) + 1):
+        column = marked * block // BLOCK + piece
+        reached = (marked >= 0) & (column * BLOCK < (marked + 1) * block) & (column * BLOCK <= i)
+        column = torch.where(reached, column, columns)
+        column = torch.nn.functional.pad(column, (0, 0, 0, rows * BLOCK - queries), value=columns)
+        some = some.scatter(3, column.unflatten(2, (rows, BLOCK)).flatten(3).long(), True)
+    return _block_mask(some[..., :columns], None, seen, queries, keys)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> tuple[Tensor, Tensor]:
+    # Inside somebody's torch.compile the call is traced with the rest; outside, FlexAttention by itself would
+    # compute all pairs.
+    attend = flex_attention if torch.compiler.is_compiling() else _compiled()
+    out, extra = attend(
+        q,
+        k,
+        v,
+        block_mask=mask,
+        enable_gqa=q.shape[1] != k.shape[1],
+        return_aux=AuxRequest(lse=True),
+    )
+    return out, extra.lse
+
+
+@lru_cache(maxsize=1)
+def _compiled() -> Any:
+    # Heads and widths are compiled one by one, lengths together from the second on.
+    return torch.compile(flex_attention, fullgraph=True, recompile_limit=128)  # type: ignore[call-overload]
+
+
+def _mask_of(q: Tensor, span: Span) -> BlockMask:
+    if torch.compiler.is_compiling() or isinstance(q, FakeTensor):
+        return span.mask(q.device)
+    return _kept_mask(span, q.device)
+
+
+@lru_cache(maxsize=64)
+def _kept_mask(span: Span, device: torch.device) -> BlockMask:
+    with torch.inference_mode(False), torch.no_grad():  # training may use what evaluation made first
+        return span.mask(device)
+
+
+def _bounds(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    low = torch.arange(0, length, BLOCK, device=device, dtype=torch.int32)
+    return low, (low + BLOCK - 1).clamp(max=length - 1)
+
+
+def _block_mask(some: Tensor, every: Tensor | None, pairs: Mask, queries: int, keys: int) -> BlockMask:
+    """A mask from the blocks (B,H,rows,columns) that are partly seen, and those seen whole."""
+    kv, of_q = _listed(some), _listed(some.mT)
+    none = (None, None)
+    full_kv, full_q = (none, none) if every is None else (_listed(every), _listed(every.mT))
+    return BlockMask(
+        seq_lengths=(queries, keys),
+        kv_num_blocks=kv[0],
+        kv_indices=kv[1],
+        full_kv_num_blocks=full_kv[0],
+        full_kv_indices=full_kv[1],
+        q_num_blocks=of_q[0],
+        q_indices=of_q[1],
+        full_q_num_blocks=full_q[0],
+        full_q_indices=full_q[1],
+        BLOCK_SIZE=(BLOCK, BLOCK),
+        mask_mod=pairs,
+    )
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks of each row are marked, and their columns, these first and in order."""
+    order = (~blocks).to(torch.int32).argsort(dim=-1, stable=True)
+    return blocks.sum(-1, dtype=torch.int32), order.to(torch.int32).contiguous()

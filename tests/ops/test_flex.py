@@ -1,0 +1,299 @@
+"""FlexAttention's path: masks pair by pair and block by block, and its eager form as an oracle on the CPU."""
+
+import random
+from typing import Any
+
+import pytest
+import test_span
+import torch
+import torch.nn.attention.flex_attention as torch_flex
+from test_blocks import tensors
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from headgate import ops
+from headgate.errors import HeadgateError
+from headgate.mechanisms.base import build_mechanism
+from headgate.ops import flex, reference, span_attention
+from headgate.ops.blocks import choose_blocks
+from headgate.ops.native import library
+from headgate.ops.triton import pair_gate
+
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without")
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path as it is, on the CPU: eager FlexAttention computes all pairs under the same masks, and can
+    then be differentiated too, which PyTorch refuses there for its compiled form."""
+    monkeypatch.setattr(flex, "DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(flex, "_TRITON", True)
+    monkeypatch.setattr(flex, "_compiled", lambda: torch_flex.flex_attention)
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *tensors: None)
+
+
+def random_span(seed: int) -> flex.Span:
+    pick = random.Random(seed)
+    keys = pick.choice([1, 5, 127, 128, 129, 200, 256, 300, 385, 512, 640])
+    queries = pick.choice([keys, keys, 1, max(1, keys - 128), max(1, keys - 37), (keys + 1) // 2])
+    nearest = pick.choice([0, 0, 0, 1, 40, 128, 130])
+    farthest = nearest + pick.choice([0, 1, 20, 127, 128, 129, 300, 1000])
+    if nearest:
+        return flex.Span(queries, keys, nearest, farthest)
+    prefix, first = pick.choice([0, 0, 1, 100, 128, 260, 9999]), pick.choice([0, 0, 1, 7, 128, 200, 9999])
+    return flex.Span(queries, keys, 0, farthest, prefix, first)
+
+
+def dense(span: flex.Span) -> Tensor:
+    """Which pairs are seen, by the reference: (Tq,Tk)."""
+    j = torch.arange(span.keys)[None]
+    i = j[0, span.keys - span.queries :, None]
+    if span.nearest:
+        return (i - j >= span.nearest) & (i - j <= span.farthest)
+    return reference.in_span(i, j, span.farthest, span.dense_prefix, span.global_tokens)
+
+
+def by_blocks(seen: Tensor) -> tuple[Tensor, Tensor]:
+    """Whether any and whether all pairs of each block are seen, by looking at all of them."""
+    rows, columns = (-(-n // flex.BLOCK) for n in seen.shape[-2:])
+    pad = (0, columns * flex.BLOCK - seen.shape[-1], 0, rows * flex.BLOCK - seen.shape[-2])
+    blocks = torch.nn.functional.pad(seen, pad).unflatten(-1, (columns, -1)).unflatten(-3, (rows, -1))
+    return blocks.any(-1).any(-2), blocks.all(-1).all(-2)
+
+
+@pytest.mark.parametrize("seeds", [range(first, first + 50) for first in range(0, 300, 50)], ids=str)
+def test_masks_are_exact_pair_by_pair_and_block_by_block(seeds: range) -> None:
+    for seed in seeds:
+        span = random_span(seed)
+        seen = dense(span)
+        i, j = torch.arange(span.queries)[:, None], torch.arange(span.keys)[None]
+        zero = torch.zeros((), dtype=torch.int64)
+        assert torch.equal(span.pairs(seen.device)(zero, zero, i, j), seen), span
+        some, every = by_blocks(seen)
+        found_some, found_every = span.blocks(seen.device)
+        assert torch.equal(found_some, some), span
+        assert torch.equal(found_every, every), span
+
+
+def test_a_mask_is_the_one_that_pytorch_builds_from_all_pairs() -> None:
+    for seed in range(12):
+        span = random_span(seed)
+        ours = span.mask(torch.device("cpu"))
+        pairs = span.pairs(torch.device("cpu"))
+        theirs = torch_flex.create_block_mask(pairs, 1, 1, span.queries, span.keys, device="cpu")
+        assert ours.shape == theirs.shape
+        for name in ("kv", "full_kv", "q", "full_q"):
+            counts, places = (getattr(ours, f"{name}_{n}") for n in ("num_blocks", "indices"))
+            assert torch.equal(counts, getattr(theirs, f"{name}_num_blocks")), (span, name)
+            listed = torch.arange(places.shape[-1]) < counts[..., None]
+            assert torch.equal(places[listed], getattr(theirs, f"{name}_indices")[listed]), (span, name)
+            assert places.dtype == counts.dtype == torch.int32
+
+
+def check(chosen: test_span.Case) -> None:
+    """As on the other paths, but that FlexAttention's log-sum-exp comes from base 2, two roundings more."""
+    result, expected, tolerances = (
+        chosen.run(span_attention, backend="flex"),
+        chosen.truth(),
+        chosen.tolerances(),
+    )
+    tolerances["lse"] += 2 * test_span.EPS * expected["lse"].abs().max().item()
+    for name, truth in expected.items():
+        worst = (result[name].double() - truth).abs().max().item()
+        assert worst <= tolerances[name], f"{name}: {worst} > {tolerances[name]} for {chosen.options}"
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("seeds", [range(first, first + 10) for first in range(0, 20, 10)], ids=str)
+def test_outputs_and_every_gradient_are_the_truth(seeds: range) -> None:
+    for seed in seeds:
+        check(test_span.random_case(seed))
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"queries": 130},
+        {"queries": 300, "window": 100, "dense_prefix": 140},
+        {"queries": 290, "window": 30, "global_tokens": 7, "start": 2},
+        {"queries": 300, "window": 60, "ring": 200},
+        {"queries": 1, "keys": 300, "window": 60, "ring": 200},
+        {"queries": 40, "keys": 300, "window": 10**6},
+        {"queries": 20, "window": 5, "ring": 10**6},
+    ],
+    ids=str,
+)
+def test_lengths_of_several_blocks(options: dict[str, int]) -> None:
+    check(test_span.case(**options))
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_closed_ring_is_a_window_and_has_no_nan_gradient() -> None:
+    chosen = test_span.case(queries=80)
+    inputs = [t.requires_grad_() for t in (chosen.q, chosen.k, chosen.v, torch.full((1, 4, 80), -torch.inf))]
+    out, _ = span_attention(*inputs[:3], window=9, ring=30, ring_log_weight=inputs[3], backend="flex")
+    torch.testing.assert_close(out, ops.window_attention(*inputs[:3], 9, backend="reference"))
+    for gradient in torch.autograd.grad(out.sum(), inputs):
+        assert gradient.isfinite().all()
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize(
+    "case",
+    [
+        # batch, heads, groups, queries, keys, width, block, scale
+        (1, 2, 2, 1, 1, 16, 4, 1.0),
+        (2, 4, 2, 150, 150, 16, 8, 1.0),
+        (1, 4, 1, 129, 300, 16, 64, 3.0),
+        (1, 2, 2, 1, 400, 16, 100, 9.0),
+        (1, 2, 1, 300, 300, 16, 150, 20.0),
+    ],
+    ids=str,
+)
+def test_block_selection_is_the_references(case: tuple[Any, ...]) -> None:
+    *sizes, block, scale = case
+    q, k, v = (t.float() for t in tensors(0, *sizes))
+    chosen = choose_blocks(q, k, block=block, scale=scale)
+    mask = flex.selected_mask(q, k, chosen, block)
+    i, j = reference.positions(q, k)
+    selected = reference.selected_blocks(q, k, block=block, scale=scale).repeat_interleave(block, -1)
+    selected = torch.nn.functional.pad(selected, (0, k.shape[2] - selected.shape[-1]))
+    seen = (j <= i) & ((j // block == i // block) | selected)
+    assert torch.equal(mask.to_dense().bool(), by_blocks(seen)[0])
+    results = []
+    for backend in ("flex", "reference"):
+        inputs = [t.clone().requires_grad_() for t in (q, k, v)]
+        out = ops.block_selected_attention(*inputs, block=block, scale=scale, backend=backend)
+        results.append([out, *torch.autograd.grad(out, inputs, torch.ones_like(out))])
+    for ours, truth in zip(*results, strict=True):
+        assert (ours - truth).abs().max() <= 1e-5 * max(1.0, truth.abs().max().item())
+
+
+def test_masks_are_kept_and_training_may_use_what_evaluation_made() -> None:
+    q = torch.zeros(1, 1, 70, 16)
+    span = flex.Span(70, 70, 0, 9)
+    with torch.inference_mode():
+        kept = flex._mask_of(q, span)
+    assert flex._mask_of(q, flex.Span(70, 70, 0, 9)) is kept
+    assert flex._mask_of(q, flex.Span(70, 70, 0, 8)) is not kept
+    assert not kept.kv_indices.is_inference()
+    assert flex._kept_mask.cache_info().maxsize == 64
+
+
+@pytest.mark.compiles
+@pytest.mark.usefixtures("on_cpu")
+def test_lengths_and_windows_share_what_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of decoding must not compile anew: once for the first length, then for any."""
+    counter = CompileCounter()
+    torch.compiler.reset()
+    compiled = torch.compile(torch_flex.flex_attention, fullgraph=True, backend=counter)
+    monkeypatch.setattr(flex, "_compiled", lambda: compiled)
+    k = torch.randn(1, 2, 300, 16, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for length, window in ((200, 50), (201, 50), (250, 30), (257, 20), (258, None), (290, 60)):
+            keys = k[:, :, :length]
+            q = keys[:, :1, -1:]
+            out = span_attention(q, keys[:, :1], keys[:, 1:], window=window, backend="flex")[0]
+            truth = reference.span_attention(q, keys[:, :1], keys[:, 1:], window=window)[0]
+            torch.testing.assert_close(out, truth)
+            if length == 250:
+                at_first = counter.frame_count
+    assert counter.frame_count <= at_first + 1  # once more where the keys begin to fill a third block
+
+
+def on_gpu(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """A tensor without values on a device that need not be there."""
+    with FakeTensorMode():
+        return torch.empty(shape, dtype=dtype, device="cuda")
+
+
+def test_a_gpu_takes_flex_attention_and_each_refusal_has_its_reason() -> None:
+    q, k = on_gpu(1, 4, 300, 64), on_gpu(1, 2, 300, 64)
+    for op, options in (
+        ("causal_attention", {}),
+        ("window_attention", {"window": 20, "dense_prefix": 50}),
+        ("span_attention", {"window": 20, "ring": 40, "ring_log_weight": on_gpu(1, 4, 300)}),
+        ("block_selected_attention", {"block": 64}),
+    ):
+        explanation = ops.explain(op, q, k, k, **options)
+        assert explanation.path == "flex", op
+    for tensor, reason in (
+        (on_gpu(1, 1, 9, 8), "head width 8 is below 16"),
+        (on_gpu(1, 1, 9, 16, dtype=torch.float64), "it takes float32, bfloat16 and float16, not float64"),
+    ):
+        explanation = ops.explain("causal_attention", tensor, tensor, tensor)
+        assert explanation.path == "torch"
+        assert ("flex", reason) in explanation.refusals
+    with pytest.raises(HeadgateError, match="it runs on a GPU, not on cpu"):
+        ops.causal_attention(*(torch.zeros(1, 1, 4, 16) for _ in range(3)), backend="flex")
+
+
+VARIANTS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
+    "full": ("full", {}, {"span_attention:flex"}),
+    "local": ("local", {"window": 40, "global_tokens": 3}, {"span_attention:flex"}),
+    "dynamic-sparse": ("dynamic-sparse", {"window": 40, "dense_prefix": 60}, {"span_attention:flex"}),
+    "head-gated": ("head-gated", {"window": 40}, {"span_attention:flex"}),
+    "context-adaptive": (
+        "context-adaptive",
+        {"window": 40, "max_window": 60},
+        {"span_attention:flex", "top_k_attention:torch"},
+    ),
+    "context-adaptive by blocks": (
+        "context-adaptive",
+        {"window": 40, "max_window": 60, "select": "block", "block": 16},
+        {"span_attention:flex", "block_selected_attention:flex"},
+    ),
+    "sparse-geometric": ("sparse-geometric", {"hidden": 4}, {"pair_gated_attention:triton"}),
+    "sparse-geometric by strides": (
+        "sparse-geometric",
+        {"sparsity": "fixed", "window": 20, "stride": 8},
+        {"strided_attention:torch", "span_attention:flex"},
+    ),
+    "positional": ("positional", {}, {"distance_biased_attention:torch"}),
+    "combiner": ("combiner", {"block": 16}, {"combiner_attention:torch"}),
+}
+
+
+@pytest.mark.compiles
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_training_step_traces_to_one_graph(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward take the paths of a GPU on fake tensors; the graphs then run here, and match."""
+    monkeypatch.setattr(pair_gate, "DEVICES", ("cpu",))
+    monkeypatch.setattr(library, "unavailable", lambda: "this test takes the paths of a GPU")
+    name, options, paths = VARIANTS[variant]
+    length = 150 if name != "sparse-geometric" else 33  # interpreted kernels are slow
+    mechanism = build_mechanism(name, d_model=32, n_heads=2, head_dim=32, n_kv_heads=1, **options)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, length, 32, generator=generator)
+    heads = [torch.randn(1, h, length, 32, generator=generator) for h in (2, 1, 1)]
+    torch.compiler.reset()
+    results = []
+    for run in (mechanism, torch.compile(mechanism, fullgraph=True, backend="aot_eager")):
+        before = ops.paths_taken()
+        inputs = [t.clone().requires_grad_() for t in heads]
+        out = run(x, *inputs)
+        weights = [*inputs, *mechanism.parameters()]
+        results.append([out, *torch.autograd.grad(out.square().sum(), weights)])
+        if run is mechanism:
+            assert paths <= {path for path, count in ops.paths_taken().items() if count > before.get(path, 0)}
+    for eager, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(eager, compiled, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.compiles
+def test_compiled_for_the_cpu_it_computes_the_same() -> None:
+    """The output alone: PyTorch's code for the CPU returns no log-sum-exp."""
+    chosen = test_span.case(1, 2, 1, 150, 200, 32)
+    q, k, v = chosen.q, chosen.k, chosen.v
+    mask = flex.Span(150, 200, 0, 60, 70, 3).mask(q.device)
+    with torch.no_grad():
+        out = flex._compiled()(q, k, v, block_mask=mask, enable_gqa=True)
+        expected, _ = reference.span_attention(q, k, v, window=60, dense_prefix=70, global_tokens=3)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_gpu_paths_ask_for_the_same_devices() -> None:
+    assert flex.DEVICES == pair_gate.DEVICES == ("cuda",)
