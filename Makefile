@@ -20,8 +20,8 @@ DEMO := runs/demo
 demo: $(READY)
 	$(BIN)/headgate prepare stdlib $(DEMO)/data
 	$(BIN)/headgate compare --recipe tiny --data $(DEMO)/data --out $(DEMO)/study --seeds 3 --lengths 512 \
-		--cost-seconds 0.3 train.steps=48 train.batch_size=4 train.warmup_steps=6 train.evaluate_every=8 \
-		train.evaluate_tokens=4096
+		--cost-seconds 0.3 train.steps=32 train.batch_size=4 train.warmup_steps=4 train.evaluate_every=4 \
+		train.evaluate_tokens=2048
 
 test: $(READY)
 	$(BIN)/python -m pytest

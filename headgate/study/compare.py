@@ -39,7 +39,7 @@ from headgate.train.folder import DataRecord, describe_data, last_step, read_con
 from headgate.train.start import named_config
 
 Budget = Literal["tokens", "seconds"]
-THRESHOLDS = (0.02, 0.05, 0.1, 0.2, 0.3)
+THRESHOLDS = (0.05, 0.1, 0.2, 0.3)
 """Gates below which heads and branches are left out, to see what that saves and costs."""
 
 
