@@ -44,7 +44,8 @@ def prepare(
     """Turn text into token shards, or verify the shards of a folder with --check.
 
     Args:
-        source: 'stdlib', a file, a folder, a glob, or an address such as hf://datasets/HuggingFaceFW/fineweb.
+        source: 'stdlib', a file, a folder, a glob, an address such as hf://datasets/HuggingFaceFW/fineweb, or
+            'recall', which makes associative recall (recall:context=1024,pairs=32 sets its sizes).
         out: The folder to write; an interrupted prepare goes on when it is run again.
         tokenizer: 'byte', 'bpe:N', a tokenizer.json, a folder with one, or a name on the hub.
         text_column: The column or key that holds the text in parquet and JSON.
@@ -57,6 +58,8 @@ def prepare(
     """
     from headgate.data import prepare as data
     from headgate.data.progress import print_checked, print_summary
+    from headgate.data.recall import parse as parse_recall
+    from headgate.data.recall import prepare_recall
     from headgate.data.shards import check as verify
     from headgate.data.splits import parse_shares
 
@@ -67,9 +70,11 @@ def prepare(
     elif source is None or out is None:
         raise HeadgateError("prepare needs a source and a folder to write: headgate prepare SOURCE OUT")
     else:
-        request = data.Request(
-            source, tokenizer, text_column, parse_shares(splits), dedup, max_tokens, end_of_text
-        )
+        shares, recall = parse_shares(splits), parse_recall(source)
+        if recall is not None:
+            print_summary(prepare_recall(recall, source, shares, Path(out)), out)
+            return
+        request = data.Request(source, tokenizer, text_column, shares, dedup, max_tokens, end_of_text)
         print_summary(data.prepare(request, out, workers=workers), out)
 
 

@@ -54,7 +54,7 @@ def tiny() -> Config:
             learning_rate=2e-3,
             warmup_steps=30,
             final_learning_rate=0.1,
-            evaluate_every=150,
+            evaluate_every=30,
             evaluate_tokens=16_384,
         ),
     )

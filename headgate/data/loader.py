@@ -44,7 +44,7 @@ class Windows:
             )
         self.split = split
         self.length = length
-        self._has_loss = any(shard.has_loss for shard in split.shards)
+        self.has_loss = any(shard.has_loss for shard in split.shards)
         self._starts = list(itertools.accumulate((shard.tokens for shard in split.shards), initial=0))
         # Memory maps hold a file open each, and a folder from a cluster may have thousands of shards.
         self._tokens = lru_cache(OPEN_SHARDS)(lambda shard: split.shards[shard].load_tokens())
@@ -65,7 +65,7 @@ class Windows:
             for shard, first, last, place in self._pieces(start, self.length + 1):
                 stream[row, place : place + last - first] = self._tokens(shard)[first:last]
             targets[row] = stream[row, 1:]
-            if self._has_loss:
+            if self.has_loss:
                 self._ignore(targets[row], start + 1)
             targets[row, : int(window) * self.length - start] = IGNORED
         return torch.from_numpy(np.ascontiguousarray(stream[:, :-1])), torch.from_numpy(targets)

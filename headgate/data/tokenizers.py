@@ -42,9 +42,7 @@ class Tokenizer:
         self._inner.no_truncation()
         self._inner.no_padding()
         self.definition = definition
-        self.vocab_size = int(self._inner.get_vocab_size())
-        if any(self._inner.id_to_token(index) is None for index in range(self.vocab_size)):
-            self.vocab_size = 1 + max(self._inner.get_vocab().values())  # its numbers have gaps
+        self.vocab_size = 1 + max(self._inner.get_vocab().values(), default=-1)  # its numbers may have gaps
         find = self._inner.token_to_id
         self.end_of_text = end_of_text or next((end for end in KNOWN_ENDS if find(end) is not None), "")
         found = find(self.end_of_text)

@@ -15,11 +15,12 @@ its recall of the exact top k ("recall").
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from headgate import ops
 from headgate.config import require_at_least
@@ -34,6 +35,11 @@ from headgate.mechanisms.base import (
     rounded,
 )
 from headgate.ops import reference
+from headgate.ops.merge import mixed
+
+RECOMPUTED = 4
+"""Training sequences longer than so many windows compute the local branch again in the backward pass instead
+of keeping it: it is then a small part of the work, and of as many bytes as the global branch."""
 
 
 @dataclass(frozen=True)
@@ -94,22 +100,55 @@ class ContextAdaptive(Mechanism):
             return self._global(q, k, v)
         if self.gate is None:
             return (self._local(x, q, k, v, start) + self._global(q, k, v)) / 2
-        gate = self.gate(x).sigmoid()
+        gate = self._gate(x)
         self.observe("gate", gate)
         if self.skip_below:
             gate = rounded(gate, self.skip_below, down=True, up=True)
             if self.observed:
                 self.observe("skipped", torch.stack([gate == 0, gate == 1], -1))
+        long = q.shape[2] > RECOMPUTED * o.max_window
+        if long and torch.is_grad_enabled() and not self.observed:
+            everything = self._global(q, k, v)
+            result: Tensor = checkpoint(
+                self._mixed,
+                x,
+                q,
+                k,
+                v,
+                start,
+                everything,
+                gate,
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
+            return result
         if self.is_skipping(q):
             local = self._local(x, q, k, v, start, gate[:, 0] > 0)
             everything = ops.among_active(self._global, q, k, v, gate[:, 0] < 1)
-        else:
-            local, everything = self._local(x, q, k, v, start), self._global(q, k, v)
-        return everything + head_weights(gate) * (local - everything)
+            return mixed(local, everything, head_weights(gate))
+        return self._mixed(x, q, k, v, start, self._global(q, k, v), gate)
 
     @property
     def skips(self) -> bool:
         return self.gate is not None
+
+    def _mixed(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, start: int, everything: Tensor, gate: Tensor
+    ) -> Tensor:
+        return mixed(self._local(x, q, k, v, start), everything, head_weights(gate))
+
+    def _gate(self, x: Tensor) -> Tensor:
+        """The gate (B,Tq,H), with the norm's scale taken behind the first product: there it is a number a
+        token, and no normed copy of x is kept for the backward pass."""
+        assert self.gate is not None
+        norm, first = cast(nn.RMSNorm, self.gate[0]), cast(nn.Linear, self.gate[1])
+        wide = x.float()
+        scale = (
+            (torch.linalg.vecdot(wide, wide)[..., None] / x.shape[-1] + (norm.eps or 0.0)).rsqrt().to(x.dtype)
+        )
+        hidden = F.linear(x, first.weight * norm.weight) * scale + first.bias
+        gate: Tensor = self.gate[2:](hidden).sigmoid()
+        return gate
 
     def _local(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, start: int, active: Tensor | None = None

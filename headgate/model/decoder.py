@@ -154,19 +154,23 @@ class Decoder(nn.Module):
         *,
         cache: Cache | None = None,
         reduction: Literal["mean", "sum", "none"] = "mean",
+        predict: bool = False,
     ) -> Tensor:
         """Logits (B,T,V), or with targets the cross-entropy over those that are not -100: their mean or sum,
-        or (B,T) with 0 where the target is -100.
+        or (B,T) with 0 where the target is -100. To predict is to give the likeliest next tokens (B,T).
 
         The loss never holds the logits of the whole batch: they are made and used up in chunks.
         """
         x = self.hidden(tokens, cache=cache)
+        chunk = max(64, min(1024, LOSS_CHUNK_ELEMENTS // self.config.vocab_size))
+        if predict:
+            likeliest = [F.linear(part, self.head_weight).argmax(-1) for part in x.flatten(0, 1).split(chunk)]
+            return torch.cat(likeliest).unflatten(0, tokens.shape)
         if targets is None:
             return F.linear(x, self.head_weight)
         if targets.shape != tokens.shape:
             given, expected = tuple(targets.shape), tuple(tokens.shape)
             raise HeadgateError(f"targets have shape {given}; expected the tokens' shape {expected}")
-        chunk = max(64, min(1024, LOSS_CHUNK_ELEMENTS // self.config.vocab_size))
         options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=min(chunk, targets.numel()))
         loss = F.linear_cross_entropy(
             x.flatten(0, 1),

@@ -1,6 +1,10 @@
-"""Two softmaxes over disjoint keys become the one over both, by their log-sum-exps."""
+"""Two branches of attention become one: over disjoint keys by their log-sum-exps, or mixed by a gate."""
 
+from typing import Any
+
+import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 def merged(
@@ -13,3 +17,29 @@ def merged(
     """
     share = (far_lse - near_lse).sigmoid()[..., None].to(near.dtype)
     return near + far_weight * share * (far - near)
+
+
+def mixed(first: Tensor, second: Tensor, gate: Tensor) -> Tensor:
+    """gate * first + (1 - gate) * second, of (B,H,T,D) each with a gate (B,H,T,1).
+
+    Nothing is kept for the backward pass but the three, of which attention keeps two anyway.
+    """
+    if not torch.is_grad_enabled():
+        return torch.lerp(second, first, gate)
+    result: Tensor = _Mixed.apply(first, second, gate)
+    return result
+
+
+class _Mixed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, first: Tensor, second: Tensor, gate: Tensor) -> Tensor:
+        ctx.save_for_backward(first, second, gate)
+        return torch.lerp(second, first, gate)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        first, second, gate = ctx.saved_tensors
+        d_first = d_out * gate
+        d_gate = torch.linalg.vecdot(d_out, first - second)[..., None]
+        return d_first, d_out - d_first, d_gate

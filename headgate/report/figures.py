@@ -24,7 +24,7 @@ SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down"
 HEIGHT = 300
 FROM_ZERO = alt.Scale(zero=True)
 ANYWHERE = alt.Scale(zero=False)
-LOGARITHMIC = alt.Scale(type="log")
+LOGARITHMIC = alt.Scale(type="log", nice=False, padding=12)
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Painter:
         points = chart.mark_point(filled=True, size=90, opacity=1).encode(
             alt.X("mean:Q", title=title), y, self.colour, self.shape, tooltip=tooltip
         )
-        return _finish(alt.layer(_level(rule, "x"), span, points), height={"step": 30})
+        return _finish(alt.layer(_level(rule, "x"), span, points), height=30 * len(rows))
 
 
 def _level(at: float, axis: str) -> alt.Chart:
@@ -118,7 +118,7 @@ def _level(at: float, axis: str) -> alt.Chart:
     return alt.Chart(alt.Data(values=[{"at": at}])).mark_rule(strokeDash=[4, 4], opacity=0.6).encode(channel)
 
 
-def _finish(chart: Any, height: Any = HEIGHT) -> dict[str, Any]:
+def _finish(chart: Any, height: int = HEIGHT) -> dict[str, Any]:
     sized = chart.properties(
         width="container", height=height, autosize={"type": "fit-x", "contains": "padding"}
     )
@@ -129,7 +129,16 @@ def _finish(chart: Any, height: Any = HEIGHT) -> dict[str, Any]:
 def figures(results: Mapping[str, Any]) -> dict[str, Figure]:
     """Every figure that the results have anything for, by name."""
     painter = Painter([variant["label"] for variant in results["variants"]])
-    makers = (differences, curves, loss_against_cost, cost_against_length, positions, ablations, skipping)
+    makers = (
+        differences,
+        curves,
+        loss_against_cost,
+        cost_against_length,
+        positions,
+        answers,
+        ablations,
+        skipping,
+    )
     made = [figure for maker in makers if (figure := maker(results, painter)) is not None]
     made += [figure for maker in (heads, movement) if (figure := maker(results)) is not None]
     return {figure.name: figure for figure in made if figure.views}
@@ -360,6 +369,34 @@ def positions(results: Mapping[str, Any], painter: Painter) -> Figure | None:
     return Figure("positions", "Loss by position in the context", caption, views)
 
 
+def answers(results: Mapping[str, Any], painter: Painter) -> Figure | None:
+    """On data that asks for answers: how many are right, by how far back the key stands."""
+    rows = [
+        {"label": v["label"], "distance": place["first"], "last": place["end"] - 1, **place}
+        for v in results["variants"]
+        for place in (v["answers"] or {"by_distance": []})["by_distance"]
+    ]
+    if not rows:
+        return None
+    x = alt.X("distance:Q", title="distance to the key, in tokens", scale=alt.Scale(type="log", base=2))
+    tooltip = [
+        alt.Tooltip("label:N", title="variant"),
+        alt.Tooltip("distance:Q", title="from distance"),
+        alt.Tooltip("last:Q", title="to distance"),
+        alt.Tooltip("mean:Q", title="right", format=".1%"),
+    ]
+    whole = alt.Scale(domain=[0, 1])
+    views = {
+        "": painter.lines(
+            rows, x, ("mean", "share of right answers"), tooltip, scale=whole, band=("low", "high")
+        )
+    }
+    caption = (
+        "Mean over the seeds, with its 95% interval. What a window cannot reach shows as a fall to the right."
+    )
+    return Figure("answers", "Answers by distance", caption, views)
+
+
 def ablations(results: Mapping[str, Any], painter: Painter) -> Figure | None:
     """Each mechanism that has ablations here, beside them."""
     families = dict.fromkeys(v["mechanism"] for v in results["variants"] if v["ablation"])
@@ -402,7 +439,7 @@ def heads(results: Mapping[str, Any]) -> Figure | None:
             color=alt.condition("datum.gate > 0.55", alt.value("#111111"), alt.value("#f4f4f4")),
         )
         layers = (cells, numbers) if len(rows) <= 160 else (cells,)
-        views[variant["label"]] = _finish(alt.layer(*layers), height={"step": 26})
+        views[variant["label"]] = _finish(alt.layer(*layers), height=26 * len(variant["gates"]["heads"]))
     caption = "Mean gate of each head at the end of training, over the seeds and the first evaluated batch."
     return Figure("heads", "The gates by layer and head", caption, views)
 
@@ -414,7 +451,7 @@ def movement(results: Mapping[str, Any]) -> Figure | None:
         if not rows:
             continue
         chart = alt.Chart(alt.Data(values=rows)).encode(
-            alt.X("tokens:Q", title="training tokens", axis=alt.Axis(format="~s")),
+            alt.X("tokens:Q", title="training tokens", axis=alt.Axis(format="~s"), scale=FROM_ZERO),
             alt.Y("mean:Q", title="mean gate of the layer", scale=alt.Scale(domain=[0, 1])),
             alt.Color("layer:O", title="layer", scale=alt.Scale(scheme="viridis")),
             tooltip=["layer:O", alt.Tooltip("tokens:Q", format=",.0f"), alt.Tooltip("mean:Q", format=".3f")],
@@ -430,13 +467,13 @@ def skipping(results: Mapping[str, Any], painter: Painter) -> Figure | None:
         return None
     tooltip = [
         alt.Tooltip("label:N", title="variant"),
-        alt.Tooltip("threshold:Q"),
+        alt.Tooltip("skip_below:Q", title="gates below"),
         alt.Tooltip("skipped:Q", title="share skipped", format=".1%"),
-        alt.Tooltip("loss_difference:Q", title="loss it costs", format="+.4f"),
-        alt.Tooltip("speed:Q", title="decoding speed", format=".2f"),
+        alt.Tooltip("loss_cost:Q", title="loss it costs", format="+.4f"),
+        alt.Tooltip("time:Q", title="time a decoded token", format=".2f"),
     ]
     x = alt.X("skipped:Q", title="share not computed", axis=alt.Axis(format="%"))
-    y = ("loss_difference", "loss it costs")
+    y = ("loss_cost", "loss it costs")
     caption = "Each point is a threshold: what a gate weighs less than that is not computed at decoding."
     views = {"": painter.lines(rows, x, y, tooltip, rule=0.0)}
     return Figure("skipping", "Computation that follows the gate", caption, views)

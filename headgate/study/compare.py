@@ -6,6 +6,7 @@ runs/V/seed-N/   a run folder for each variant and seed
 logs/            what each run's process said
 costs.json       speed, memory and decoding of each variant, measured apart from training
 gates.json       the gates of each variant on a passage of held-out text
+skipping.json    what it saves and costs not to compute what the gates nearly close
 results.json     all of it in numbers; results.md as a table; report.html as a page
 
 Each run is a process of its own, `headgate train` as a person would call it. A study that is stopped goes on
@@ -30,12 +31,16 @@ from headgate.config import Config, StudyOptions
 from headgate.data.shards import open_split
 from headgate.errors import HeadgateError
 from headgate.study.costs import CostPlan, Costs, measure_costs, step_seconds
+from headgate.study.gates import gates_on_passage
 from headgate.study.progress import StudyDisplay
+from headgate.study.skipping import can_skip, gate_skipping
 from headgate.study.variants import Variant, parse_variants
-from headgate.train.folder import DataRecord, describe_data, last_step
+from headgate.train.folder import DataRecord, describe_data, last_step, read_config
 from headgate.train.start import named_config
 
 Budget = Literal["tokens", "seconds"]
+THRESHOLDS = (0.02, 0.05, 0.1, 0.2, 0.3)
+"""Gates below which heads and branches are left out, to see what that saves and costs."""
 
 
 @dataclass(frozen=True)
@@ -198,6 +203,7 @@ def run_study(
             costs = measure_costs(study.variants, base, study.cost, before, at_once, display.say)
             if costs != before:
                 config.save(costs, folder.costs_path)
+            _write_skipping(folder, study, base, display)
         _write_gates(folder, study, base, display)
     return not failed
 
@@ -316,14 +322,37 @@ def _final_loss(job: Job) -> float:
     return math.nan if loss is None else float(loss)
 
 
+def _first_runs(folder: StudyFolder, study: Study, base: Config) -> dict[str, Path]:
+    """The first finished run of each variant, by label."""
+    runs: dict[str, Path] = {}
+    for job in folder.jobs(study, base):
+        if job.finished:
+            runs.setdefault(job.variant.label, job.folder)
+    return runs
+
+
+def _write_skipping(folder: StudyFolder, study: Study, base: Config, display: StudyDisplay) -> None:
+    """What it saves and costs not to compute what the gates weigh little, where they are learned."""
+    path = folder.path / "skipping.json"
+    told = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    for label, run in _first_runs(folder, study, base).items():
+        if label in told or not can_skip(read_config(run).model):
+            continue
+        display.say(f"measuring what skipping closed gates saves and costs: {label}")
+        found = gate_skipping(
+            run,
+            THRESHOLDS,
+            tokens=base.train.evaluate_tokens,
+            data=study.data.folder,
+            seconds=study.cost.seconds * len(THRESHOLDS),
+        )
+        told[label] = [each.to_dict() for each in found]
+        config.write_json(path, told)
+
+
 def _write_gates(folder: StudyFolder, study: Study, base: Config, display: StudyDisplay) -> None:
     """The gates of each variant's first finished run on the beginning of the validation split."""
-    from headgate.study.gates import gates_on_passage
-
     display.say("reading the gates on a passage of held-out text")
-    runs = {}
-    for job in folder.jobs(study, base):
-        if job.finished and job.variant.label not in runs:
-            runs[job.variant.label] = job.folder
+    runs = _first_runs(folder, study, base)
     told = gates_on_passage(runs, study.data.folder, base.train.context)
     config.write_text(folder.path / "gates.json", json.dumps(told, separators=(",", ":")) + "\n")

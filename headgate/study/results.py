@@ -87,6 +87,7 @@ def collect(out: str | os.PathLike[str]) -> dict[str, Any]:
             "convergence": _convergence(runs[label], runs[baseline], seconds[label], seconds[baseline]),
             "curve": _curve(runs[label], runs[baseline], seconds[label]),
             "by_position": _by_position(runs[label]),
+            "answers": _answers(runs[label]),
             "gates": _gates(runs[label]),
             **_of_summary(folder, jobs, label),
             **_of_costs(label, costs, base),
@@ -139,6 +140,7 @@ def _run(job: Job) -> dict[str, Any]:
             "memory_peak": summary["memory_peak"],
             "bits_per_byte": summary["final"]["bits_per_byte"],
             "by_position": summary["final"]["by_position"],
+            "answers": summary["final"]["answers"],
             "skipped": summary["skipped"],
             "curve": curve,
             "gates": [{"tokens": line["tokens"], "layers": line["gates"]} for line in lines],
@@ -267,6 +269,19 @@ def _by_position(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         place = {"first": bins[0]["first"], "end": bins[0]["end"]}
         found.append({**place, **asdict(statistics.interval(losses))})
     return found
+
+
+def _answers(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Of data that asks for answers: the share that was right, over the seeds, and by distance."""
+    finished = [run["answers"] for run in runs if run["state"] == "finished"]
+    if not finished or finished[0] is None:
+        return None
+    by_distance = []
+    for bins in zip(*(answers["by_distance"] for answers in finished), strict=True):
+        shares = statistics.interval([place["accuracy"] for place in bins])
+        by_distance.append({"first": bins[0]["first"], "end": bins[0]["end"], **asdict(shares)})
+    accuracy = statistics.interval([answers["accuracy"] for answers in finished])
+    return {"accuracy": asdict(accuracy), "by_distance": by_distance}
 
 
 def _gates(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:

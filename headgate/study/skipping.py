@@ -15,8 +15,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from headgate.config import ModelConfig
 from headgate.errors import HeadgateError
-from headgate.mechanisms.base import probe, skipping
+from headgate.mechanisms.base import Mechanism, probe, skipping
 from headgate.model.decoder import Decoder, load
 from headgate.study.speed import interleaved, ratios
 from headgate.train.distributed import join
@@ -45,6 +46,13 @@ class Skipping:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def can_skip(model: ModelConfig) -> bool:
+    """Whether a mechanism of this model has a learned gate to follow."""
+    with torch.device("meta"):
+        decoder = Decoder(model)
+    return any(isinstance(module, Mechanism) and module.skips for module in decoder.modules())
 
 
 def gate_skipping(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from headgate.config import Config, finite
 from headgate.data.loader import IGNORED, Windows
+from headgate.data.recall import distances
 from headgate.data.shards import open_split
 from headgate.errors import HeadgateError
 from headgate.mechanisms.base import probe
@@ -49,6 +50,25 @@ class GateStatistics:
 
 
 @dataclass(frozen=True)
+class DistanceAnswers:
+    """The answers whose key last stood `first` up to, not including, `end` tokens before the query."""
+
+    first: int
+    end: int
+    tokens: int
+    loss: float
+    accuracy: float
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Of data whose loss mask picks out answers, such as recall's: how many were the likeliest token."""
+
+    accuracy: float
+    by_distance: tuple[DistanceAnswers, ...]
+
+
+@dataclass(frozen=True)
 class Evaluation:
     tokens: int
     """How many were predicted."""
@@ -60,6 +80,8 @@ class Evaluation:
     """Through the split's bytes a token; None when its bytes are unknown."""
     by_position: tuple[PositionLoss, ...]
     gates: tuple[GateStatistics, ...]
+    answers: Answers | None = None
+    """Where the split has a loss mask."""
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON, which knows no NaN: a number that is not finite becomes null."""
@@ -85,6 +107,7 @@ def evaluate(
     share = -(-batch_size // world.size)
     losses = torch.zeros(windows.length, dtype=torch.float64)
     counted = torch.zeros(windows.length, dtype=torch.float64)
+    answers = torch.zeros(3, windows.length, dtype=torch.float64)  # tokens, loss, right; by distance
     gates: dict[str, Tensor] = {}
     with torch.no_grad():
         for first in range(0, count, share * world.size):
@@ -101,6 +124,9 @@ def evaluate(
                     gates = {name: _moments(values[0][inside]) for name, values in sorted(seen.items())}
                 else:
                     loss = decoder(x, targets, reduction="none")
+                if windows.has_loss:
+                    right = decoder(x, predict=True) == targets
+                    answers += _by_distance(x, targets, loss, right, windows.length)
             losses += loss.double().sum(0).cpu()
             counted += (targets != IGNORED).sum(0).cpu()
     losses, counted = (world.sum_tensor(t.to(world.device)).cpu() for t in (losses, counted))
@@ -109,6 +135,8 @@ def evaluate(
         for name, moments in gates.items()
         if name.startswith("layers.") and name.endswith(".gate")
     )
+    if windows.has_loss:
+        answers = world.sum_tensor(answers.to(world.device)).cpu()
     total = int(counted.sum())
     mean = losses.sum().item() / max(total, 1)
     split = windows.split
@@ -118,11 +146,31 @@ def evaluate(
         perplexity=math.exp(mean) if mean < 700 else None,
         bits_per_byte=mean / math.log(2) * split.tokens / split.bytes if split.bytes else None,
         by_position=tuple(
-            PositionLoss(first, end, (losses[first:end].sum() / counted[first:end].sum().clamp(min=1)).item())
+            PositionLoss(first, end, (losses[first:end].sum() / counted[first:end].sum()).item())
             for first, end in position_bins(windows.length)
+            if counted[first:end].any()
         ),
         gates=statistics,
+        answers=_answers(answers) if windows.has_loss else None,
     )
+
+
+def _by_distance(x: Tensor, targets: Tensor, loss: Tensor, right: Tensor, length: int) -> Tensor:
+    asked = (targets != IGNORED).cpu()
+    place = torch.from_numpy(distances(x.cpu().numpy(), asked.numpy()))[asked]
+    values = torch.stack([asked.double(), loss.double().cpu(), right.double().cpu()])[:, asked]
+    return torch.zeros(3, length, dtype=torch.float64).index_add_(1, place, values)
+
+
+def _answers(sums: Tensor) -> Answers:
+    tokens, loss, right = sums
+    bins = []
+    for first, end in position_bins(sums.shape[1]):
+        count = int(tokens[first:end].sum())
+        if count and first:  # at distance 0 are those whose key was not seen before
+            means = (values[first:end].sum().item() / count for values in (loss, right))
+            bins.append(DistanceAnswers(first, end, count, *means))
+    return Answers(right.sum().item() / max(1.0, tokens.sum().item()), tuple(bins))
 
 
 def position_bins(length: int) -> list[tuple[int, int]]:

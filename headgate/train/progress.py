@@ -80,6 +80,15 @@ def print_evaluation(result: dict[str, Any], *, as_json: bool) -> None:
         table.add_row(positions, _number(place["loss"]))
     console = Console()
     console.print(table)
+    if result["answers"]:
+        print(f"answers: {result['answers']['accuracy']:.1%} right")
+        table = Table("distance", "answers", "loss", "right", box=None, pad_edge=False)
+        for column in table.columns[1:]:
+            column.justify = "right"
+        for place in result["answers"]["by_distance"]:
+            cells = (f"{place['tokens']:,}", _number(place["loss"]), f"{place['accuracy']:.1%}")
+            table.add_row(f"{place['first']:,}-{place['end'] - 1:,}", *cells)
+        console.print(table)
     if result["gates"]:
         table = Table("layer", "gate's mean", "spread", "below 0.1", "above 0.9", box=None, pad_edge=False)
         for gate in result["gates"]:

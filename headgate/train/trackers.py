@@ -93,6 +93,8 @@ def flat_values(line: Mapping[str, Any]) -> dict[str, float]:
     for bin_ in validation.get("by_position", ()):
         if bin_["loss"] is not None:
             flat[f"validation/by_position/{bin_['first']}-{bin_['end'] - 1}"] = bin_["loss"]
+    if validation.get("answers"):
+        flat["validation/accuracy"] = validation["answers"]["accuracy"]
     for gate in line.get("gates", ()):
         flat |= {f"gates/{gate['layer']}/{k}": v for k, v in gate.items() if isinstance(v, float)}
     return flat

@@ -14,7 +14,8 @@ from small_runs import changed
 import headgate
 from headgate.cli import run as command
 from headgate.config import Config
-from headgate.data.loader import Windows
+from headgate.data.loader import IGNORED, Windows
+from headgate.data.recall import distances, parse, prepare_recall
 from headgate.data.shards import open_split
 from headgate.errors import HeadgateError
 from headgate.train.evaluate import evaluate, evaluate_run, position_bins
@@ -153,3 +154,29 @@ def test_mistakes_are_one_sentence(run: Path, tmp_path: Path, data: Path, micro:
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000001")
     with pytest.raises(HeadgateError, match="has no checkpoint yet"):
         evaluate_run(tmp_path / "run")
+
+
+def test_answers_are_judged_by_distance(micro: Config, tmp_path: Path) -> None:
+    source = "recall:context=24,pairs=3,queries=3,keys=5,values=4,noise=3,sequences=40"
+    recall = parse(source)
+    assert recall is not None
+    prepare_recall(recall, source, (50, 50, 0), tmp_path / "data")
+    windows = Windows(open_split(tmp_path / "data", "val"), 24)
+    decoder = headgate.build_model(micro, "full")
+    found = evaluate(decoder, windows, batch_size=3)
+    x, targets = windows.read(range(len(windows)))
+    asked = targets != IGNORED
+    assert found.tokens == int(asked.sum()) == 60
+    right = (decoder(x).argmax(-1) == targets)[asked]
+    losses = decoder(x, targets, reduction="none")[asked]
+    assert found.answers is not None
+    assert found.answers.accuracy == pytest.approx(right.float().mean().item())
+    assert found.loss == pytest.approx(losses.mean().item(), rel=1e-5)
+    far = torch.from_numpy(distances(x.numpy(), asked.numpy()))[asked]
+    assert sum(place.tokens for place in found.answers.by_distance) == 60
+    for place in found.answers.by_distance:
+        here = (far >= place.first) & (far < place.end)
+        assert place.tokens == int(here.sum())
+        assert place.accuracy == pytest.approx(right[here].float().mean().item())
+        assert place.loss == pytest.approx(losses[here].mean().item(), rel=1e-5)
+    assert all(place.loss > 0 for place in found.by_position)  # places without answers are left out

@@ -1,0 +1,191 @@
+"""The source `recall`: multi-query associative recall, made here, to show what a mechanism forgets.
+
+A sequence as long as the training context first pairs keys with values, `k7 v3 k1 v9 ...`; the rest is noise,
+in which keys come back, each once and followed by its value again. Only those values count in the loss (the
+`.ds.loss` mask): to predict one, the model must find the pair that stands at a known distance before. Queries
+lie at distances that are as likely in each doubling, up to the length of the context.
+
+    recall:context=1024,pairs=32,queries=32,noise=64,sequences=8000,seed=0
+
+Pairs are new in every sequence, so nothing can be learnt by heart. A sequence is a document; its length, with
+the closing token, is the context, so that the windows a loader cuts are the sequences.
+"""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from headgate import config
+from headgate.data import shards
+from headgate.data.shards import SPLITS, Manifest, ShardWriter, SplitState
+from headgate.data.splits import Shares
+from headgate.data.tokenizers import END_OF_TEXT, Tokenizer
+from headgate.errors import HeadgateError
+from headgate.version import __version__
+
+NAME = "recall"
+AT_ONCE = 512
+"""Sequences made together."""
+
+
+@dataclass(frozen=True)
+class Recall:
+    """What is asked for."""
+
+    context: int = 1024
+    """Tokens of a sequence; train with the same context."""
+    pairs: int = 32
+    """Keys that a sequence pairs with values at its beginning."""
+    queries: int = 32
+    """How many of them come back, each once."""
+    keys: int = 128
+    """Different keys, of which a sequence uses `pairs`."""
+    values: int = 128
+    noise: int = 64
+    """Different tokens that stand between the queries."""
+    sequences: int = 8000
+    """Over all splits."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        config.require_at_least(self, 1, "pairs", "queries", "values", "noise", "sequences")
+        if self.queries > self.pairs:
+            raise HeadgateError(
+                f"queries={self.queries} are more than pairs={self.pairs}; each key comes back once"
+            )
+        if self.keys < self.pairs:
+            raise HeadgateError(
+                f"keys={self.keys} are too few for pairs={self.pairs} of different keys; give more"
+            )
+        room = self.context - 1 - 2 * self.pairs
+        if 2 * self.queries > room:
+            raise HeadgateError(
+                f"context={self.context} is too short for pairs={self.pairs} and queries={self.queries}: it "
+                f"leaves {max(0, room)} tokens for the queries, which take two each"
+            )
+
+    @property
+    def vocab_size(self) -> int:
+        return 1 + self.keys + self.values + self.noise
+
+
+def parse(source: str) -> Recall | None:
+    """The recall that a source such as `recall:context=256` asks for; None for another source."""
+    name, _, tail = source.partition(":")
+    if name != NAME:
+        return None
+    return config.from_dict(Recall, config.MechanismSpec.parse(f"{name}:{tail}").options, where=NAME)
+
+
+def prepare_recall(recall: Recall, source: str, shares: Shares, out: Path) -> Manifest:
+    """Write the folder, whole or not at all; one that is there already must be the same."""
+    request = {"source": source, "tokenizer": NAME, "splits": list(shares), **config.to_dict(recall)}
+    if (out / "manifest.json").is_file():
+        manifest = config.load(Manifest, out / "manifest.json")
+        found = config.differences(manifest.request, request)
+        if found:
+            raise HeadgateError(f"{str(out)!r} was made with {'; '.join(found)}; choose another folder")
+        return manifest
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise HeadgateError(f"{str(out)!r} is taken and has no manifest.json; choose another folder")
+    temporary = out.with_name(f".{out.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        manifest = _write(recall, request, shares, temporary)
+        if out.is_dir():
+            out.rmdir()
+        temporary.replace(out)
+    except OSError as error:
+        raise HeadgateError(f"{str(out)!r} cannot be written: {error.strerror}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return manifest
+
+
+def _write(recall: Recall, request: dict[str, object], shares: Shares, folder: Path) -> Manifest:
+    tokenizer = Tokenizer(definition(recall))
+    config.write_text(folder / "tokenizer.json", tokenizer.definition)
+    config.write_text(folder / "sources.jsonl", "")
+    records = []
+    draw = np.random.default_rng(recall.seed)
+    ends = np.round(np.cumsum(shares) / sum(shares) * recall.sequences).astype(int)
+    for name, first, end in zip(SPLITS, [0, *ends[:-1]], ends, strict=True):
+        writer = ShardWriter(folder, SplitState(name), tokenizer.dtype)
+        for begin in range(first, end, AT_ONCE):
+            tokens, counted = sequences(recall, min(AT_ONCE, end - begin), draw)
+            lengths = np.full(len(tokens), recall.context)
+            writer.append(tokens.ravel(), lengths, text_bytes=0, counted=counted.ravel())
+        writer.flush()
+        writer.close()
+        records.append(shards.publish(folder, writer.state))
+    manifest = Manifest(
+        format=shards.FORMAT,
+        headgate=__version__,
+        request=request,
+        sources=shards.SourcesRecord(files=0, bytes=0, sha256=shards.sha256(folder / "sources.jsonl")),
+        tokenizer=shards.TokenizerRecord(
+            vocab_size=tokenizer.vocab_size,
+            end_of_text=tokenizer.end_of_text,
+            end_of_text_id=tokenizer.end_of_text_id,
+            sha256=shards.sha256(folder / "tokenizer.json"),
+        ),
+        repeats_dropped=0,
+        splits=tuple(records),
+    )
+    config.save(manifest, folder / "manifest.json")
+    return manifest
+
+
+def definition(recall: Recall) -> str:
+    """A tokenizer.json whose words are the tokens: the end, then k0 k1 ..., v0 v1 ..., n0 n1 ..."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = [END_OF_TEXT]
+    for letter, count in (("k", recall.keys), ("v", recall.values), ("n", recall.noise)):
+        words += [f"{letter}{number}" for number in range(count)]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="n0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    return str(tokenizer.to_str())
+
+
+def sequences(recall: Recall, count: int, draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens (count, context), and where an answer stands (1) or not (0)."""
+    head, room = 2 * recall.pairs, recall.context - 1 - 2 * recall.pairs
+    first_key, first_value, first_noise = 1, 1 + recall.keys, 1 + recall.keys + recall.values
+    tokens = first_noise + draw.integers(recall.noise, size=(count, recall.context))
+    tokens[:, -1] = 0
+    counted = np.zeros(tokens.shape, dtype=np.uint8)
+    for row in range(count):
+        keys = first_key + draw.permutation(recall.keys)[: recall.pairs]
+        values = first_value + draw.integers(recall.values, size=recall.pairs)
+        tokens[row, 0:head:2], tokens[row, 1:head:2] = keys, values
+        slots = head + 2 * _places(recall.queries, room // 2, draw)
+        which = draw.permutation(recall.pairs)[: recall.queries]
+        tokens[row, slots], tokens[row, slots + 1] = keys[which], values[which]
+        counted[row, slots + 1] = 1
+    return tokens, counted
+
+
+def _places(queries: int, slots: int, draw: np.random.Generator) -> np.ndarray:
+    """Different slots out of 0 to `slots`, as likely in each doubling of the distance."""
+    weights = 1.0 / (1.0 + np.arange(slots))
+    # The earliest of exponential times with these rates: a draw without replacement by weight.
+    times = draw.exponential(size=slots) / weights
+    return np.sort(np.argpartition(times, queries - 1)[:queries])
+
+
+def distances(tokens: np.ndarray, counted: np.ndarray) -> np.ndarray:
+    """How far before each query its key last stood; 0 where it did not, or where no answer is asked: (B,T).
+
+    `tokens` (B,T) are what a model reads, and `counted` says after which of them an answer is asked for.
+    """
+    found = np.zeros(tokens.shape, dtype=np.int64)
+    for row, place in zip(*np.nonzero(counted), strict=True):
+        before = np.nonzero(tokens[row, :place] == tokens[row, place])[0]
+        if len(before):
+            found[row, place] = place - before[-1]
+    return found
