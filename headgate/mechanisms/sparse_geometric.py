@@ -137,6 +137,10 @@ class SparseGeometric(Mechanism):
             scaled, k, v, query_half, key_half, self.w2, self.b2, form=o.gate, start=start
         )
 
+    def pair_operations(self) -> int:
+        """A GELU in its tanh form is eight operations a hidden unit, and its weighted sum two."""
+        return 10 * self.options.hidden if self.options.sparsity == "learned" else 0
+
     def first_key(self, position: int) -> int:
         return 0
 

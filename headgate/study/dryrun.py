@@ -23,11 +23,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from headgate.config import ModelConfig, TrainConfig
+from headgate.config import ModelConfig
 from headgate.model.decoder import Decoder
 from headgate.ops import tiles
 from headgate.study.shapes import result_of
 from headgate.train.evaluate import autocast
+from headgate.train.summary import mechanisms_of
 
 CPU = torch.device("cpu")
 DIRECT_TOKENS = 4096
@@ -127,8 +128,30 @@ class Ledger(TorchDispatchMode):
         self.live += size
         self.peak = max(self.peak, self.live)
 
+    def shadow(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Shadow:
+        """A tensor that was there before, and is not counted."""
+        meta = torch.empty_strided(shape, _contiguous(shape), dtype=dtype, device="meta")
+        self.follow(meta, counted=False)
+        return Shadow(meta)
+
+    def shadow_parameters(self, module: nn.Module) -> None:
+        """Put shadows in the place of meta parameters."""
+        made: dict[Tensor, nn.Parameter] = {}
+        for part in module.modules():
+            for name, parameter in part.named_parameters(recurse=False):
+                if isinstance(parameter.data, Shadow):
+                    continue
+                if parameter not in made:
+                    self.follow(parameter, counted=False)
+                    made[parameter] = nn.Parameter(Shadow(parameter.data))
+                setattr(part, name, made[parameter])
+
     def _forget(self, key: int) -> None:
         self.live -= self._known.pop(key)
+
+
+def _contiguous(shape: Sequence[int]) -> list[int]:
+    return [math.prod(shape[n + 1 :]) for n in range(len(shape))]
 
 
 def _makes_large(func: Any, args: Any) -> bool:
@@ -194,18 +217,15 @@ class Pass:
 
 
 def run_pass(
-    model: ModelConfig, precision: str, sequences: int, length: int, *, recompute: bool, accumulated: bool
+    model: ModelConfig, precision: str, sequences: int, length: int, *, recompute: bool
 ) -> Pass:
-    """Follow a pass over the first pattern of layers. `accumulated`: gradients of a pass before are there."""
+    """Follow a pass over the first pattern of layers."""
     pattern = min(len(model.mechanism), model.n_layers)
     decoder = blank_decoder(replace(model, n_layers=pattern))
     ledger = Ledger()
-    tokens = Shadow(torch.empty(sequences, length, dtype=torch.int64, device="meta"))
-    with ledger, patch.object(tiles, "checkpoint", _recomputed):
-        _shadow_parameters(decoder, ledger)
-        if accumulated:
-            for parameter in decoder.parameters():
-                parameter.grad = torch.zeros_like(parameter)
+    with ledger, light_recomputation():
+        tokens = ledger.shadow((sequences, length), torch.int64)
+        ledger.shadow_parameters(decoder)
         marks = _marked_step(decoder, ledger, precision, tokens, recompute)
     segments = [Segment(peak - before, after - before) for before, peak, after, _ in marks]
     moved = [bytes_ for *_, bytes_ in marks]
@@ -225,12 +245,13 @@ def run_pass(
 
 def blank_decoder(model: ModelConfig) -> Decoder:
     """A decoder of shapes alone, on the meta device."""
-    with torch.device("meta"), _NoInitialValues():
+    with torch.device("meta"), NoInitialValues():
         return Decoder(model)
 
 
-class _NoInitialValues(TorchFunctionMode):
-    """Drawing values for a meta tensor does nothing, but takes the import of a compiler."""
+class NoInitialValues(TorchFunctionMode):
+    """Modules made inside keep the memory as it is. On the meta device drawing values does nothing, but takes
+    the import of a compiler."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__module__", None) == "torch.nn.init":
@@ -268,15 +289,11 @@ def _recomputed(function: Callable[..., Tensor], *args: Any, **options: Any) -> 
     return out
 
 
-def _shadow_parameters(module: nn.Module, ledger: Ledger) -> None:
-    """Put shadows in the place of meta parameters; they are there before and after, and are not counted."""
-    made: dict[Tensor, nn.Parameter] = {}
-    for part in module.modules():
-        for name, parameter in part.named_parameters(recurse=False):
-            if parameter not in made:
-                ledger.follow(parameter, counted=False)
-                made[parameter] = nn.Parameter(Shadow(parameter.data))
-            setattr(part, name, made[parameter])
+@contextmanager
+def light_recomputation() -> Iterator[None]:
+    """Inside, ops that go by tiles recompute them without the compiler."""
+    with patch.object(tiles, "checkpoint", _recomputed):
+        yield
 
 
 def _marked_step(
@@ -315,32 +332,49 @@ def _marked_step(
     return marks
 
 
-def passes(
-    model: ModelConfig,
-    precision: str,
-    sequences: Sequence[int],
-    length: int,
-    *,
-    recompute: bool,
-    accumulated: bool,
-) -> list[Pass]:
-    """A pass over each number of sequences of one length. Those with many tokens lie on the line through two
-    smaller runs: everything here is linear in the tokens once tiles have their greatest size."""
+class Passes:
+    """Passes over any number of sequences of one length. Those with many tokens lie on the line through two
+    smaller runs: memory is linear in the tokens once tiles have their greatest size."""
 
-    def run(batch: int, context: int) -> Pass:
-        return run_pass(model, precision, batch, context, recompute=recompute, accumulated=accumulated)
+    def __init__(self, model: ModelConfig, precision: str, length: int, *, recompute: bool) -> None:
+        self.model, self.precision, self.length, self.recompute = model, precision, length, recompute
+        self._runs: dict[tuple[int, int], Pass] = {}
 
-    small = [batch for batch in sequences if batch * length <= DIRECT_TOKENS]
-    found = {batch: run(batch, length) for batch in small}
-    if len(found) < len(set(sequences)):
-        half = DIRECT_TOKENS // 2
-        shapes = [(1, half), (1, 2 * half)] if length > half else [(b, length) for b in _pair(half // length)]
-        first, second = (run(*shape) for shape in shapes)
+    def of(self, sequences: int) -> Pass:
+        length, tokens, half = self.length, sequences * self.length, DIRECT_TOKENS // 2
+        if tokens <= DIRECT_TOKENS:
+            return self._run(sequences, length)
+        few = max(1, half // length)
+        shapes = [(1, half), (1, 2 * half)] if length > half else [(few, length), (2 * few, length)]
+        first, second = (self._run(*shape) for shape in shapes)
         begin, end = (batch * context for batch, context in shapes)
-        for batch in sequences:
-            if batch not in found:
-                found[batch] = first.between(second, (batch * length - begin) / (end - begin))
-    return [found[batch] for batch in sequences]
+        between = first.between(second, (tokens - begin) / (end - begin))
+        rest, *layers = between.moved
+        for n, mechanism in enumerate(mechanisms_of(blank_decoder(self.model))[: len(layers)]):
+            points = [
+                (batch * context, batch * mechanism.pairs(context), run.moved[n + 1])
+                for (batch, context), run in zip(shapes, (first, second), strict=True)
+            ]
+            layers[n] += _beyond_linear(points, tokens, sequences * mechanism.pairs(length))
+        return replace(between, moved=(rest, *layers))
+
+    def _run(self, sequences: int, length: int) -> Pass:
+        key = sequences, length
+        if key not in self._runs:
+            self._runs[key] = run_pass(self.model, self.precision, *key, recompute=self.recompute)
+        return self._runs[key]
+
+
+def _beyond_linear(points: Sequence[tuple[int, int, float]], tokens: int, pairs: int) -> float:
+    """What a cost of a * tokens + b * pairs, known at two points, is above the line through them: the scores
+    of paths that go over all pairs are moved, though never held, in full."""
+    (n1, p1, c1), (n2, p2, c2) = points
+    if p2 / n2 < 1.2 * p1 / n1:
+        return 0.0
+    per_pair = (c2 / n2 - c1 / n1) / (p2 / n2 - p1 / n1)
+    per_token = c1 / n1 - per_pair * p1 / n1
+    line = c1 + (c2 - c1) * (tokens - n1) / (n2 - n1)
+    return max(0.0, per_token * tokens + per_pair * pairs - line)
 
 
 def _pair(batch: int) -> tuple[int, int]:
@@ -414,7 +448,7 @@ def walk(run: Pass, sizes: Sizes, *, accumulated: bool, shards: int = 1) -> Memo
     for n in reversed(range(sizes.depth)):
         segment, own = run.layers_back[n % pattern], width * sizes.layers[n % pattern]
         moment(segment, gradients + held)
-        activations += segment.kept - (0 if accumulated else own)
+        activations += segment.kept - own
         gradients += 0 if accumulated else own * shared
     moment(run.embedding_back, gradients + held)
     if not accumulated:
