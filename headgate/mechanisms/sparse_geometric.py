@@ -88,7 +88,9 @@ class SparseGeometric(Mechanism):
         return half + self.b1[:, None]
 
     def _scaled(self, q: Tensor) -> Tensor:
-        return q * F.softplus(self.gamma)[:, None, None] if self.options.geometric == "learned" else q
+        if self.options.geometric == "none":
+            return q
+        return q * F.softplus(self.gamma)[:, None, None].to(q.dtype)  # under autocast q is bf16
 
     def forward(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0, state: Tensor | None = None
