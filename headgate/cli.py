@@ -325,7 +325,7 @@ def plan(
     count: int = 1,
     price: float | None = None,
     table: bool = False,
-    contexts: tuple[int, ...] = (),
+    contexts: str = "",
     threads: int | None = None,
     json: bool = False,
     override: tuple[str, ...] = (),
@@ -342,7 +342,8 @@ def plan(
         count: How many of them.
         price: Of one device for an hour, in whatever you pay with.
         table: Compare mechanisms over context lengths.
-        contexts: The lengths of the table; the recipe's context, 4 and 16 times it when absent.
+        contexts: The lengths of the table, as in 2048,8192; the recipe's context, 4 and 16 times it when
+            absent.
         threads: Threads of the cpu; as PyTorch chooses when absent.
         json: Print JSON instead of tables.
         override: A setting of the recipe that differs, such as train.steps=100; the word alone says it too.

@@ -216,9 +216,7 @@ class Pass:
         )
 
 
-def run_pass(
-    model: ModelConfig, precision: str, sequences: int, length: int, *, recompute: bool
-) -> Pass:
+def run_pass(model: ModelConfig, precision: str, sequences: int, length: int, *, recompute: bool) -> Pass:
     """Follow a pass over the first pattern of layers."""
     pattern = min(len(model.mechanism), model.n_layers)
     decoder = blank_decoder(replace(model, n_layers=pattern))

@@ -137,7 +137,9 @@ class Planner:
         self.sizes = Sizes.of(self.decoder)
         self.mechanisms = mechanisms_of(self.decoder)
         self.forward = flops_per_token(self.decoder, train.context)
-        self.besides = sum(m.pairs(train.context) * m.pair_operations() for m in self.mechanisms if m.pair_operations())
+        self.besides = sum(
+            m.pairs(train.context) * m.pair_operations() for m in self.mechanisms if m.pair_operations()
+        )
         """Operations on pairs beside attention's own, of a head and sequence."""
         self.share = self.total // count
         """Sequences of a step on one device."""
@@ -265,7 +267,9 @@ def _named(forward: dict[str, float]) -> dict[str, float]:
 def with_batch(config: Config, *, context: int | None, batch: int | None) -> Config:
     """The config with another context and number of sequences in a pass; as many tokens are trained on."""
     train = config.train
-    changed: TrainConfig = replace(train, context=context or train.context, batch_size=batch or train.batch_size)
+    changed: TrainConfig = replace(
+        train, context=context or train.context, batch_size=batch or train.batch_size
+    )
     steps = max(1, round(train.tokens / (changed.batch_size * changed.accumulation * changed.context)))
     return replace(config, train=replace(changed, steps=steps))
 

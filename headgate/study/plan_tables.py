@@ -58,7 +58,17 @@ def print_table(plans: Sequence[Plan], labels: Sequence[str]) -> None:
         title=f"the fastest way that fits {plans[0].count} x {device.name} ({device.source})",
         title_justify="left",
     )
-    for name in ("context", "mechanism", "FLOP a step", "run with", "peak", "step", "tokens/s", "hours", "cost"):
+    for name in (
+        "context",
+        "mechanism",
+        "FLOP a step",
+        "run with",
+        "peak",
+        "step",
+        "tokens/s",
+        "hours",
+        "cost",
+    ):
         table.add_column(name, justify="left" if name in ("mechanism", "run with") else "right")
     for n, plan in enumerate(plans):
         label, way = labels[n % len(labels)], plan.best
@@ -100,7 +110,9 @@ def verdict(plan: Plan) -> str:
     )
     cost = plan.cost(way)
     if cost is not None:
-        told += f" and cost {span(cost, lambda price: f'{price:,.0f}')} at your {plan.price:g} a device and hour"
+        told += (
+            f" and cost {span(cost, lambda price: f'{price:,.0f}')} at your {plan.price:g} a device and hour"
+        )
     elif plan.device.name != CPU:
         told += "; --price tells the cost"
     return told
@@ -147,7 +159,7 @@ def plan_words(
     count: int,
     price: float | None,
     table: bool,
-    contexts: Sequence[int],
+    contexts: str,
     threads: int | None,
     as_json: bool,
 ) -> None:
@@ -155,8 +167,9 @@ def plan_words(
     for name, value in (("context", context), ("batch", batch), ("threads", threads), ("count", count)):
         if value is not None and value < 1:
             raise HeadgateError(f"{name}={value} is too small; it must be at least 1")
-    if any(length < 1 for length in contexts):
-        raise HeadgateError(f"contexts={' '.join(map(str, contexts))} has a length below 1")
+    parts = contexts.split(",") if contexts else []
+    if not all(part.strip().isdecimal() and int(part) for part in parts):
+        raise HeadgateError(f"contexts={contexts!r} is not whole numbers above 0; write them as 2048,8192")
     if contexts and not table:
         raise HeadgateError("--contexts are the lengths of --table; give both, or --context for one plan")
     if threads is not None:
@@ -166,7 +179,7 @@ def plan_words(
     if table:
         names = mechanism.split() if mechanism else []
         variants = parse_variants(names, asked.model)
-        lengths = contexts or [asked.train.context * factor for factor in (1, 4, 16)]
+        lengths = list(map(int, parts)) or [asked.train.context * factor for factor in (1, 4, 16)]
         plans = compare(
             asked, [v.mechanism for v in variants], lengths, find_device(device), count=count, price=price
         )

@@ -126,7 +126,9 @@ def _layer_norm(x: Tensor, normalised: Sequence[int], *rest: Any) -> tuple[Tenso
 
 def _layer_norm_backward(*args: Any) -> tuple[Tensor | None, ...]:
     _, x, _, _, _, weight, bias, wanted = args
-    return tuple(_like(t) if t is not None and w else None for t, w in zip((x, weight, bias), wanted, strict=True))
+    return tuple(
+        _like(t) if t is not None and w else None for t, w in zip((x, weight, bias), wanted, strict=True)
+    )
 
 
 def _unsafe_view(tensor: Tensor, shape: Sequence[int]) -> Tensor:
