@@ -3,9 +3,9 @@
     python benchmarks/plan_errors.py
     python benchmarks/plan_errors.py --no-time              # memory alone, which no other load disturbs
 
-Memory is measured in a fresh process for each case. Time is measured in rounds: in each, the planner times its
-pieces and makes its prediction, then steps of the whole model run; a case's figures are the medians over the
-rounds. Let nothing else run meanwhile.
+Memory is measured in a fresh process for each case. Time is measured in rounds: in each, the planner times
+its pieces and makes its prediction, then steps of the whole model run; a case's figures are the medians over
+the rounds. Let nothing else run meanwhile.
 """
 
 import argparse

@@ -73,9 +73,7 @@ DEVICES = {
             32 * GB,
             "NVIDIA Ada GPU architecture whitepaper, dense bf16 with fp32 accumulation; PCIe 4.0",
         ),
-        Device(
-            "L4", 24 * GB, 121 * TERA, 30.3 * TERA, 300 * GB, 32 * GB, "NVIDIA L4 datasheet, dense; PCIe 4.0"
-        ),
+        Device("L4", 24 * GB, 121 * TERA, 30.3 * TERA, 300 * GB, 32 * GB, "NVIDIA L4 datasheet, dense"),
     )
 }
 CPU = "cpu"

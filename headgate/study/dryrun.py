@@ -53,7 +53,7 @@ class Shadow(Tensor):
 
     @staticmethod
     def __new__(cls, meta: Tensor, requires_grad: bool = False) -> "Shadow":
-        made: Shadow = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: Shadow = Tensor._make_wrapper_subclass(
             cls,
             meta.shape,
             strides=meta.stride(),
@@ -66,7 +66,9 @@ class Shadow(Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise RuntimeError(f"{func} met a tensor without values outside of a dry run")
 
 
@@ -79,7 +81,6 @@ class Ledger(TorchDispatchMode):
         self.peak = 0
         self.moved = 0
         """Bytes that the ops read and wrote, each by itself."""
-        self.calls = 0
         self._known: dict[int, int] = {}
 
     @classmethod
@@ -88,17 +89,19 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         flat, shape = tree_flatten((args, kwargs or {}))
-        shadows = {id(leaf.meta): leaf for leaf in flat if isinstance(leaf, Shadow)}
         if func is LOSS:
             with self:  # opaque to autograd, but its chunks are most of what the loss needs
                 return _loss(*args[:11], *args[12:])
-        if not shadows and not _makes_large(func, args):
+        if not any(isinstance(leaf, Shadow) for leaf in flat) and not _makes_large(func, args):
             result = func(*args, **(kwargs or {}))
             for tensor in tree_flatten(result)[0]:
                 if isinstance(tensor, Tensor):
                     self.follow(tensor)
             return result
         plain = [_meta(leaf) for leaf in flat]
+        given_as = {
+            id(meta): leaf for meta, leaf in zip(plain, flat, strict=True) if isinstance(leaf, Tensor)
+        }
         given, options = tree_unflatten(plain, shape)
         if "device" in options:
             options["device"] = torch.device("meta")
@@ -108,14 +111,16 @@ class Ledger(TorchDispatchMode):
         made = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if func._schema.is_mutable or any(_storage(leaf)._cdata not in read for leaf in made):
             self.moved += sum(map(_bytes, [*touched, *made]))
-            self.calls += 1
-        for leaf in made:
-            self.follow(leaf)
-        wrapped = [
-            (shadows[id(leaf)] if id(leaf) in shadows else Shadow(leaf)) if isinstance(leaf, Tensor) else leaf
-            for leaf in leaves
-        ]
-        return tree_unflatten(wrapped, shape)
+        return tree_unflatten([self._wrapped(leaf, given_as) for leaf in leaves], shape)
+
+    def _wrapped(self, leaf: Any, given_as: dict[int, Tensor]) -> Any:
+        """A result as the caller knows it: what was written to is the tensor that was given."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) in given_as:
+            return given_as[id(leaf)]
+        self.follow(leaf)
+        return Shadow(leaf)
 
     def follow(self, tensor: Tensor, *, counted: bool = True) -> None:
         storage = _storage(tensor)
@@ -157,8 +162,7 @@ def _contiguous(shape: Sequence[int]) -> list[int]:
 def _makes_large(func: Any, args: Any) -> bool:
     """Whether it makes a tensor from nothing that is not worth the memory. Small ones are real: positions and
     counts, on whose values the code may depend."""
-    given = args[0] if func in FACTORIES else 0
-    return bool(given) and math.prod(given) >= LARGE
+    return func in FACTORIES and math.prod(args[0]) >= LARGE
 
 
 def _meta(leaf: Any) -> Any:
@@ -199,6 +203,8 @@ class Pass:
     loss_back: Segment
     layers_back: tuple[Segment, ...]
     embedding_back: Segment
+    between_layers: float
+    """What is freed when the next layer begins: the input of the one before, unless something keeps it."""
     moved: tuple[float, ...]
     """Bytes read and written by ops: all but the layers, then each layer, forward and backward."""
 
@@ -212,6 +218,7 @@ class Pass:
             self.loss_back.between(other.loss_back, share),
             tuple(a.between(b, share) for a, b in back),
             self.embedding_back.between(other.embedding_back, share),
+            self.between_layers + share * (other.between_layers - self.between_layers),
             tuple(a + share * (b - a) for a, b in zip(self.moved, other.moved, strict=True)),
         )
 
@@ -224,7 +231,7 @@ def run_pass(model: ModelConfig, precision: str, sequences: int, length: int, *,
     with ledger, light_recomputation():
         tokens = ledger.shadow((sequences, length), torch.int64)
         ledger.shadow_parameters(decoder)
-        marks = _marked_step(decoder, ledger, precision, tokens, recompute)
+        marks, freed = _marked_step(decoder, ledger, precision, tokens, recompute)
     segments = [Segment(peak - before, after - before) for before, peak, after, _ in marks]
     moved = [bytes_ for *_, bytes_ in marks]
     forward, back = slice(1, pattern + 1), slice(pattern + 3, 2 * pattern + 3)
@@ -237,6 +244,7 @@ def run_pass(model: ModelConfig, precision: str, sequences: int, length: int, *,
         segments[pattern + 2],
         tuple(segments[back][::-1]),
         segments[-1],
+        freed,
         (sum(moved) - sum(each), *each),
     )
 
@@ -276,7 +284,7 @@ class _Recomputed(torch.autograd.Function):
         ]
         with torch.enable_grad(), autocast(CPU, "bf16" if ctx.cast else "fp32"):
             out = ctx.function(*args)
-        torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.run_backward(
             (out,), (d_out,), False, False, (), allow_unreachable=True, accumulate_grad=True
         )
         return None, *(arg.grad if isinstance(arg, Tensor) else None for arg in args)
@@ -296,9 +304,11 @@ def light_recomputation() -> Iterator[None]:
 
 def _marked_step(
     decoder: Decoder, ledger: Ledger, precision: str, tokens: Tensor, recompute: bool
-) -> list[tuple[int, int, int, int]]:
-    """(live before, peak, live after, bytes moved) of each segment, in the order of time."""
+) -> tuple[list[tuple[int, int, int, int]], int]:
+    """(live before, peak, live after, bytes moved) of each segment, in the order of time; and the bytes of
+    the first layer's input if nothing keeps it for the backward pass."""
     marks: list[tuple[int, int, int, int]] = []
+    inputs: list[tuple[Any, int]] = []
     state = [ledger.live, ledger.moved]
     ledger.peak = ledger.live
 
@@ -316,6 +326,8 @@ def _marked_step(
             if self.first:
                 mark()
                 x.register_hook(mark)
+                storage = _storage(x.meta if isinstance(x, Shadow) else x)
+                inputs.append((weakref.ref(storage), storage.nbytes()))
             out: Tensor = _recomputed(self.layer, x, *rest) if recompute else self.layer(x, *rest)
             mark()
             out.register_hook(mark)
@@ -325,9 +337,10 @@ def _marked_step(
     with autocast(CPU, precision):
         loss = decoder(tokens, tokens)
     mark()
+    freed = sum(size for kept, size in inputs if kept() is None)
     loss.backward()
     mark()
-    return marks
+    return marks, freed
 
 
 class Passes:
@@ -438,6 +451,8 @@ def walk(run: Pass, sizes: Sizes, *, accumulated: bool, shards: int = 1) -> Memo
     moment(run.embedding, gradients)
     activations += run.embedding.kept
     for n in range(sizes.depth):
+        if n and n % pattern == 0:  # inside a pattern its layers' own figures have this
+            activations -= run.between_layers
         moment(run.layers[n % pattern], gradients)
         activations += run.layers[n % pattern].kept
     moment(run.loss, gradients, is_loss=True)

@@ -1,4 +1,4 @@
-"""What a training run will take before it is started: parameters, work, memory by part, what fits, time, cost.
+"""What a training run will take, before it is started: work, memory by part, what fits, time, cost.
 
 Memory is followed through the real code (`dryrun`), work is counted as a run's summary counts it, and time is
 a range. On a GPU it follows from the datasheet and the shares of it that training reaches, at best and at
@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from headgate.config import Config, TrainConfig
+from headgate.config import Config
 from headgate.errors import HeadgateError
 from headgate.study import pieces
 from headgate.study.devices import CPU, Device, Seconds
@@ -129,17 +129,16 @@ class Planner:
         self.total = train.batch_size * train.accumulation
         if self.total % count:
             raise HeadgateError(
-                f"a step of {self.total} sequences cannot be shared out evenly over {count} devices; choose a "
-                "count that divides it, or another train.batch_size"
+                f"a step of {self.total} sequences cannot be shared out evenly over {count} devices; "
+                "choose a count that divides it, or another train.batch_size"
             )
         self.config, self.device, self.count, self.price = config, device, count, price
         self.decoder = blank_decoder(config.model)
         self.sizes = Sizes.of(self.decoder)
         self.mechanisms = mechanisms_of(self.decoder)
         self.forward = flops_per_token(self.decoder, train.context)
-        self.besides = sum(
-            m.pairs(train.context) * m.pair_operations() for m in self.mechanisms if m.pair_operations()
-        )
+        gated = [m for m in self.mechanisms if m.pair_operations()]
+        self.besides = sum(m.pairs(train.context) * m.pair_operations() for m in gated)
         """Operations on pairs beside attention's own, of a head and sequence."""
         self.share = self.total // count
         """Sequences of a step on one device."""
@@ -267,11 +266,9 @@ def _named(forward: dict[str, float]) -> dict[str, float]:
 def with_batch(config: Config, *, context: int | None, batch: int | None) -> Config:
     """The config with another context and number of sequences in a pass; as many tokens are trained on."""
     train = config.train
-    changed: TrainConfig = replace(
-        train, context=context or train.context, batch_size=batch or train.batch_size
-    )
-    steps = max(1, round(train.tokens / (changed.batch_size * changed.accumulation * changed.context)))
-    return replace(config, train=replace(changed, steps=steps))
+    context, batch = context or train.context, batch or train.batch_size
+    steps = max(1, round(train.tokens / (batch * train.accumulation * context)))
+    return replace(config, train=replace(train, context=context, batch_size=batch, steps=steps))
 
 
 def compare(

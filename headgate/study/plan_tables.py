@@ -28,9 +28,10 @@ def print_plan(plan: Plan, label: str) -> None:
         soft_wrap=True,
     )
     console.print(
-        f"{plan.parameters:,} parameters, {plan.mechanism_parameters:,} of them the mechanism's; a step takes "
-        f"{quantity(plan.flops['total'])}FLOP ({plan.flops['attention'] / plan.flops['total']:.0%} attention) "
-        f"and moves {quantity(plan.bytes_moved)}B; decoding keeps {quantity(plan.cache)}B a sequence",
+        f"{plan.parameters:,} parameters, {plan.mechanism_parameters:,} of them the mechanism's; a step "
+        f"takes {quantity(plan.flops['total'])}FLOP "
+        f"({plan.flops['attention'] / plan.flops['total']:.0%} attention) and moves "
+        f"{quantity(plan.bytes_moved)}B; decoding keeps {quantity(plan.cache)}B a sequence",
         soft_wrap=True,
     )
     table = Table(title="peak memory of a device and seconds of a step", title_justify="left")

@@ -77,7 +77,7 @@ def test_the_dry_run_peaks_where_the_real_one_does(name: str, micro: Config) -> 
 
 
 @pytest.mark.parametrize(
-    "mechanism, length, settings",
+    ("mechanism", "length", "settings"),
     [
         ("head-gated", 512, ["train.batch_size=16"]),
         ("context-adaptive", 1024, ["model.n_layers=3", "model.vocab_size=16384"]),
@@ -100,13 +100,15 @@ def test_parts_add_up_and_have_their_known_sizes() -> None:
     assert memory.weights == 4 * RECIPES.get("small").parameters
     assert memory.optimiser == 2 * memory.weights
     parts = (memory.weights, memory.gradients, memory.optimiser, memory.activations, memory.loss)
-    assert memory.total == sum(parts) and min(parts) >= 0
+    assert memory.total == sum(parts)
+    assert min(parts) >= 0
 
 
 def test_memory_grows_with_batch_context_and_depth_and_recomputation_saves() -> None:
     tiny = get_recipe("tiny")
     totals = [total(override(tiny, [f"train.batch_size={n}"])) for n in (8, 16, 64, 256)]
-    assert totals == sorted(totals) and totals[3] - totals[2] > 2.9 * (totals[2] - totals[1])
+    assert totals == sorted(totals)
+    assert totals[3] - totals[2] > 2.9 * (totals[2] - totals[1])
     longer = [total(override(tiny, [f"train.context={n}"])) for n in (256, 1024, 8192)]
     assert longer == sorted(longer)
     assert total(override(tiny, ["model.n_layers=8"])) > 1.5 * total(tiny)
@@ -149,7 +151,8 @@ def test_what_fits_is_the_most_that_fits() -> None:
     assert not plan.asked.fits
     plain, recomputed = plan.ways
     assert (plain.sequences, plain.accumulation, plain.fits) == (8, 4, True)
-    assert recomputed.sequences > 8 and recomputed.fits
+    assert recomputed.sequences > 8
+    assert recomputed.fits
     assert recomputed.seconds.expected > plain.seconds.expected
     assert plan.best == plain
     assert make_plan(config, replace(A100, memory=1e6)).best is None
@@ -185,7 +188,8 @@ def test_pair_gates_are_dearer_and_windows_cheaper_on_long_contexts() -> None:
     full, windowed, gated = (plan.asked.seconds.expected for plan in plans)
     assert windowed < full < gated
     hours, cost = plans[0].hours(plans[0].asked), plans[0].cost(plans[0].asked)
-    assert cost is not None and cost.high == pytest.approx(2 * hours.high)
+    assert cost is not None
+    assert cost.high == pytest.approx(2 * hours.high)
 
 
 def test_pieces_scale_with_sequences_and_extrapolate_by_pairs(micro: Config) -> None:
@@ -211,21 +215,26 @@ def test_no_compiler_is_imported() -> None:
     )
     told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     plan, modules = told.splitlines()
-    assert json.loads(plan)["device"]["name"] == "cpu" and modules == "[]"
+    assert json.loads(plan)["device"]["name"] == "cpu"
+    assert modules == "[]"
 
 
 def test_words_and_tables(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     cli.run(["plan", "paper-134m", "--device", "A100", "--count", "8", "--price", "2", "train.steps=10"])
     told = capsys.readouterr().out
-    assert "134,234,368 parameters" in told and "8 x A100" in told and "--recompute" in told
+    assert "134,234,368 parameters" in told
+    assert "8 x A100" in told
+    assert "--recompute" in told
     assert "at your 2 a device and hour" in told
     cli.run(["plan", "tiny", "--device", "L4", "--table", "--mechanism", "local", "--contexts", "256,512"])
     told = capsys.readouterr().out
-    assert told.count("local") == 2 and told.count("full") == 2
+    assert told.count("local") == 2
+    assert told.count("full") == 2
     cli.run(["plan", "tiny", "--device", "L4", "--json", "--context", "128"])
     plan = json.loads(capsys.readouterr().out)
-    assert plan["context"] == 128 and plan["asked"]["memory"]["total"] == pytest.approx(
+    assert plan["context"] == 128
+    assert plan["asked"]["memory"]["total"] == pytest.approx(
         sum(
             plan["asked"]["memory"][part]
             for part in ("weights", "gradients", "optimiser", "activations", "loss")
@@ -234,7 +243,7 @@ def test_words_and_tables(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    "words, sentence",
+    ("words", "sentence"),
     [
         (["--device", "A10"], "unknown device 'A10'; did you mean 'a100'?"),
         (["--count", "0"], "count=0 is too small"),
@@ -250,4 +259,5 @@ def test_words_and_tables(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
 def test_errors_are_one_sentence(words: list[str], sentence: str) -> None:
     with pytest.raises(HeadgateError) as caught:
         cli.run(["plan", "tiny", *words])
-    assert sentence in str(caught.value) and "\n" not in str(caught.value)
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
