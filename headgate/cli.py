@@ -346,6 +346,58 @@ def report(folder: str, /) -> None:
     _write_report(folder)
 
 
+def plan(
+    recipe: str,
+    /,
+    *,
+    mechanism: str | None = None,
+    context: int | None = None,
+    batch: int | None = None,
+    device: str = "cpu",
+    count: int = 1,
+    price: float | None = None,
+    table: bool = False,
+    contexts: str = "",
+    threads: int | None = None,
+    json: bool = False,
+    override: tuple[str, ...] = (),
+) -> None:
+    """Tell what a training run will take: work, memory by part, what fits a device, time and cost.
+
+    Args:
+        recipe: A recipe such as paper-134m, or a config.json.
+        mechanism: As `headgate compare` takes one; the recipe's own when absent. With --table several, as in
+            'full dynamic-sparse'; full attention and the four papers' when absent.
+        context: Tokens of a sequence; the recipe's when absent. The steps are fitted to its tokens.
+        batch: Sequences of a pass over all devices; the recipe's when absent.
+        device: A100, H100, 'RTX 4090', L4, or cpu: this machine, measured now.
+        count: How many of them.
+        price: Of one device for an hour, in whatever you pay with.
+        table: Compare mechanisms over context lengths.
+        contexts: The lengths of the table, as in 2048,8192; the recipe's context, 4 and 16 times it when
+            absent.
+        threads: Threads of the cpu; as PyTorch chooses when absent.
+        json: Print JSON instead of tables.
+        override: A setting of the recipe that differs, such as train.steps=100; the word alone says it too.
+    """
+    from headgate.study.plan_tables import plan_words
+
+    plan_words(
+        recipe,
+        override,
+        mechanism=mechanism,
+        context=context,
+        batch=batch,
+        device=device,
+        count=count,
+        price=price,
+        table=table,
+        contexts=contexts,
+        threads=threads,
+        as_json=json,
+    )
+
+
 def _write_report(folder: str, *, whole: bool = True) -> None:
     from headgate.report.page import write_page
     from headgate.study.results import write_results
@@ -372,6 +424,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "ablate": ablate,
     "report": report,
     "bench": bench,
+    "plan": plan,
 }
 
 

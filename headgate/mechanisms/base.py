@@ -89,6 +89,10 @@ class Mechanism(nn.Module):
         """How many query-key pairs a head evaluates over `length` tokens."""
         raise NotImplementedError
 
+    def pair_operations(self) -> int:
+        """Operations that a pair takes beside attention's own, for `headgate plan`: a network of the pair."""
+        return 0
+
     def key_state(self, k: Tensor) -> Tensor | None:
         """Something computed per key (B,...,Tk,...) with Tk in dimension 2, kept in the cache beside k and
         v."""
@@ -300,6 +304,12 @@ def opened(logits: Tensor) -> Tensor:
 def head_weights(gate: Tensor) -> Tensor:
     """A gate per token and head (B,Tq,H) in the shape that multiplies attended values (B,H,Tq,1)."""
     return gate.transpose(1, 2)[..., None]
+
+
+def window_pairs(length: int, window: int) -> int:
+    """Pairs of `length` queries, each with itself and at most `window` keys before it."""
+    growing = min(length, window + 1)
+    return growing * (growing + 1) // 2 + (length - growing) * (window + 1)
 
 
 def require_all_keys(name: str, start: int) -> None:

@@ -35,6 +35,7 @@ from headgate.mechanisms.base import (
     register,
     require_all_keys,
     rounded,
+    window_pairs,
 )
 from headgate.ops import reference
 from headgate.ops.merge import mixed
@@ -221,7 +222,7 @@ class ContextAdaptive(Mechanism):
         """Local and global pairs; block selection counts a block's mean as one key."""
         o = self.options
         reach = o.window if o.width == "fixed" else o.max_window
-        local = 0 if o.gate == "global" else sum(min(i, reach) + 1 for i in range(length))
+        local = 0 if o.gate == "global" else window_pairs(length, reach)
         if o.gate == "local":
             return local
         if o.select == "token":

@@ -26,6 +26,7 @@ from headgate.mechanisms.base import (
     opened,
     register,
     rounded,
+    window_pairs,
 )
 from headgate.ops import reference
 
@@ -104,5 +105,8 @@ class DynamicSparse(Mechanism):
 
     def pairs(self, length: int) -> int:
         o = self.options
-        dense = length if o.window is None else min(length, o.dense_prefix)
-        return dense * (dense + 1) // 2 + sum(min(i, o.window or 0) + 1 for i in range(dense, length))
+        if o.window is None:
+            return length * (length + 1) // 2
+        dense = min(length, o.dense_prefix)
+        windowed = window_pairs(length, o.window) - window_pairs(dense, o.window)
+        return dense * (dense + 1) // 2 + windowed

@@ -27,6 +27,7 @@ from headgate.mechanisms.base import (
     opened,
     register,
     rounded,
+    window_pairs,
 )
 from headgate.ops import reference
 from headgate.ops.merge import merged
@@ -109,5 +110,5 @@ class HeadGated(Mechanism):
 
     def pairs(self, length: int) -> int:
         if self.options.gate == "local":
-            return sum(min(i, self.options.window) + 1 for i in range(length))
+            return window_pairs(length, self.options.window)
         return length * (length + 1) // 2

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headgate import ops
 from headgate.config import require_at_least
-from headgate.mechanisms.base import Mechanism, MechanismOptions, register
+from headgate.mechanisms.base import Mechanism, MechanismOptions, register, window_pairs
 from headgate.ops import reference
 
 
@@ -54,4 +54,6 @@ class Local(Mechanism):
 
     def pairs(self, length: int) -> int:
         o = self.options
-        return sum(min(i, o.window) + 1 + min(o.global_tokens, max(0, i - o.window)) for i in range(length))
+        beyond = max(0, length - o.window - 1)  # queries with keys before their window
+        reached = window_pairs(beyond, o.global_tokens - 1) if o.global_tokens else 0
+        return window_pairs(length, o.window) + reached

@@ -154,6 +154,10 @@ class SparseGeometric(Mechanism):
                 self.b2.fill_(OPEN)
         return math.inf
 
+    def pair_operations(self) -> int:
+        """A GELU in its tanh form is eight operations a hidden unit, and its weighted sum two."""
+        return 10 * self.options.hidden if self.options.sparsity == "learned" else 0
+
     def first_key(self, position: int) -> int:
         return 0
 

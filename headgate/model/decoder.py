@@ -191,6 +191,10 @@ class Decoder(nn.Module):
         )
         return loss.unflatten(0, targets.shape) if reduction == "none" else loss
 
+    def loss_rows(self, tokens: int) -> int:
+        """How many of the tokens have their logits at once while the loss is computed."""
+        return min(tokens, max(64, min(1024, LOSS_CHUNK_ELEMENTS // self.config.vocab_size)))
+
     def hidden(self, tokens: Tensor, *, cache: Cache | None = None) -> Tensor:
         """The final states (B,T,C), after the last norm."""
         if tokens.ndim != 2 or tokens.shape[1] == 0:

@@ -17,6 +17,8 @@ _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C
 )
 
 Memory = Callable[..., tuple[Any, ...]]
+MEMORY: dict[Any, Memory] = {}
+"""Of each op, what it allocates its results by."""
 
 
 def register(name: str, schema: str, memory: Memory, fill: Callable[..., None]) -> Any:
@@ -32,7 +34,9 @@ def register(name: str, schema: str, memory: Memory, fill: Callable[..., None]) 
     LIBRARY.define(name + schema)
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"headgate::{name}", memory, lib=LIBRARY)
-    return getattr(torch.ops.headgate, name).default
+    op = getattr(torch.ops.headgate, name).default
+    MEMORY[op] = memory
+    return op
 
 
 def register_gradient(name: str, setup: Callable[..., None], gradient: Callable[..., Any]) -> None:
