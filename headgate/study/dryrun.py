@@ -343,13 +343,16 @@ def _marked_step(
     return marks, freed
 
 
+_RUNS: dict[tuple[Any, ...], Pass] = {}
+"""Of this process: plans for several contexts come from the same two runs."""
+
+
 class Passes:
     """Passes over any number of sequences of one length. Those with many tokens lie on the line through two
     smaller runs: memory is linear in the tokens once tiles have their greatest size."""
 
     def __init__(self, model: ModelConfig, precision: str, length: int, *, recompute: bool) -> None:
         self.model, self.precision, self.length, self.recompute = model, precision, length, recompute
-        self._runs: dict[tuple[int, int], Pass] = {}
 
     def of(self, sequences: int) -> Pass:
         length, tokens, half = self.length, sequences * self.length, DIRECT_TOKENS // 2
@@ -370,10 +373,10 @@ class Passes:
         return replace(between, moved=(rest, *layers))
 
     def _run(self, sequences: int, length: int) -> Pass:
-        key = sequences, length
-        if key not in self._runs:
-            self._runs[key] = run_pass(self.model, self.precision, *key, recompute=self.recompute)
-        return self._runs[key]
+        key = (repr(self.model), self.precision, sequences, length, self.recompute)
+        if key not in _RUNS:
+            _RUNS[key] = run_pass(self.model, self.precision, sequences, length, recompute=self.recompute)
+        return _RUNS[key]
 
 
 def _beyond_linear(points: Sequence[tuple[int, int, float]], tokens: int, pairs: int) -> float:

@@ -73,9 +73,10 @@ class Plan:
 
     @property
     def best(self) -> Fit | None:
-        """The fastest way that fits."""
+        """The fastest way that fits; of those that are equally fast within what can be told, the first."""
         fitting = [way for way in (self.asked, *self.ways) if way.fits]
-        return min(fitting, key=lambda way: way.seconds.expected, default=None)
+        least = min((way.seconds.expected for way in fitting), default=0.0)
+        return next((way for way in fitting if way.seconds.expected <= 1.05 * least), None)
 
     def hours(self, way: Fit) -> Seconds:
         return way.seconds.times(self.config.train.steps / 3600)
@@ -113,8 +114,11 @@ class Plan:
         }
 
 
-def make_plan(config: Config, device: Device, *, count: int = 1, price: float | None = None) -> Plan:
-    return Planner(config, device, count, price).plan()
+def make_plan(
+    config: Config, device: Device, *, count: int = 1, price: float | None = None, all_ways: bool = True
+) -> Plan:
+    """Without all ways, others are only looked for when what is asked for does not fit."""
+    return Planner(config, device, count, price).plan(all_ways=all_ways)
 
 
 class Planner:
@@ -148,16 +152,19 @@ class Planner:
         }
         self._found: dict[tuple[bool, int], Pass] = {}
 
-    def plan(self) -> Plan:
+    def plan(self, *, all_ways: bool = True) -> Plan:
         train, count = self.config.train, self.count
         tokens = self.total * train.context
         own = max(1, train.batch_size // count)
         while self.share % own:
             own -= 1
         asked = self.way(own, recompute=False, shard=False)
-        ways = [self.largest(recompute=False, shard=False), self.largest(recompute=True, shard=False)]
-        if count > 1:
-            ways += [self.largest(recompute=False, shard=True), self.largest(recompute=True, shard=True)]
+        choices = [
+            (recompute, shard) for shard in (False, True)[: min(2, count)] for recompute in (False, True)
+        ]
+        if asked.fits and not all_ways:
+            choices = []
+        ways = [self.largest(recompute=recompute, shard=shard) for recompute, shard in choices]
         return Plan(
             config=self.config,
             device=self.device,
@@ -288,5 +295,5 @@ def compare(
         asked = with_batch(config, context=context, batch=batch - batch % count)
         for mechanism in mechanisms:
             changed = replace(asked, model=replace(asked.model, mechanism=mechanism))
-            plans.append(make_plan(changed, device, count=count, price=price))
+            plans.append(make_plan(changed, device, count=count, price=price, all_ways=False))
     return plans
