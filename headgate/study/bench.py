@@ -16,6 +16,7 @@ from rich.text import Text
 from headgate.config import require_at_least, write_text
 from headgate.errors import HeadgateError
 from headgate.ops.native.memory import keep_memory
+from headgate.study.progress import output
 from headgate.study.speed import (
     BASELINE,
     Measurement,
@@ -50,9 +51,7 @@ def bench(
         if path is not None and not path.absolute().parent.is_dir():
             raise HeadgateError(f"{str(path)!r} lies in no existing folder; make it first")
     keep_memory()
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=max(120, 60 + 20 * len(lengths)))  # a file has no edge to wrap at
+    console = output(width=max(120, 60 + 20 * len(lengths)))
     cases = select_cases(shape, None if names is None else list(names))
     missing: dict[str, str] = {}
     with console.status("preparing") as status:

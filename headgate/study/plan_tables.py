@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from headgate import config
 from headgate.errors import HeadgateError
 from headgate.study.devices import CPU, Seconds, find_device
 from headgate.study.plan import USABLE, Fit, Plan, compare, make_plan, with_batch
+from headgate.study.progress import output
 from headgate.study.variants import Variant, parse_variants
 from headgate.train.start import named_config
 
@@ -19,7 +19,7 @@ PARTS = ("weights", "gradients", "optimiser", "activations", "loss")
 
 
 def print_plan(plan: Plan, label: str) -> None:
-    console = Console(highlight=False)
+    console = output()
     train, device = plan.config.train, plan.device
     many = f"{plan.count} x {device.name}" if plan.count > 1 else device.name
     console.print(
@@ -53,7 +53,7 @@ def print_plan(plan: Plan, label: str) -> None:
 
 def print_table(plans: Sequence[Plan], labels: Sequence[str]) -> None:
     """`labels` has the mechanisms; the plans stand in their order, context after context."""
-    console = Console(highlight=False)
+    console = output()
     device = plans[0].device
     table = Table(
         title=f"the fastest way that fits {plans[0].count} x {device.name} ({device.source})",

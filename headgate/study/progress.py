@@ -13,6 +13,12 @@ from headgate.train.progress import duration
 PLAIN_SECONDS = 30.0
 
 
+def output(width: int = 200) -> Console:
+    """For tables: as wide as the terminal, or as `width` in a file, which has no edge to wrap at."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=width)
+
+
 class StudyDisplay:
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)

@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from headgate.study.progress import output
 
 COLUMNS = (
     "variant",
@@ -147,9 +148,7 @@ def markdown(results: Mapping[str, Any]) -> str:
 
 
 def print_results(results: Mapping[str, Any]) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=200)  # a file has no edge to wrap at
+    console = output()
     table = Table(*COLUMNS, box=None, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
