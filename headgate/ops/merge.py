@@ -24,6 +24,7 @@ def mixed(first: Tensor, second: Tensor, gate: Tensor) -> Tensor:
 
     Nothing is kept for the backward pass but the three, of which attention keeps two anyway.
     """
+    gate = gate.to(first.dtype)  # under autocast it may be in half precision
     if not torch.is_grad_enabled():
         return torch.lerp(second, first, gate)
     result: Tensor = _Mixed.apply(first, second, gate)
