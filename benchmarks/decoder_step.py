@@ -3,7 +3,7 @@
     python benchmarks/decoder_step.py --lengths 4096 8192                                  against `full`
     python benchmarks/decoder_step.py --lengths 8192 16384 32768 --mechanisms dynamic-sparse   its growth
 
-Times are interleaved in one process; a figure is the median over rounds of the ratio to the first mechanism in
+Times are interleaved in one process; a figure is the median over rounds of the ratio to the first one in
 the same round. Peak memory is that of two steps in a fresh process, above what it holds without a model.
 Windows are the mechanisms' own, as in the papers.
 """
