@@ -31,17 +31,8 @@ import headgate
 from headgate.config import ModelConfig
 from headgate.model.cache import Cache
 from headgate.model.decoder import Decoder
+from headgate.model.qwen import tensor_names, write_settings
 from headgate.recipes import get_recipe
-
-NAMES = {
-    "embedding": "model.embed_tokens",
-    "norm": "model.norm",
-    "attention_norm": "input_layernorm",
-    "mlp_norm": "post_attention_layernorm",
-    "attention": "self_attn",
-    "layers": "model.layers",
-    "head": "lm_head",
-}
 
 
 @dataclass
@@ -80,27 +71,11 @@ def qwen3(decoder: Decoder, longest: int) -> Any:
     import transformers
 
     transformers.logging.set_verbosity_error()
-    m = decoder.config
-    model = transformers.Qwen3ForCausalLM(
-        transformers.Qwen3Config(
-            vocab_size=m.vocab_size,
-            hidden_size=m.d_model,
-            intermediate_size=m.d_mlp,
-            num_hidden_layers=m.n_layers,
-            num_attention_heads=m.n_heads,
-            num_key_value_heads=m.n_kv_heads,
-            head_dim=m.head_dim,
-            tie_word_embeddings=m.tied_embeddings,
-            max_position_embeddings=longest,
-            rope_parameters={"rope_type": "default", "rope_theta": m.rope_theta},
-            rms_norm_eps=m.norm_eps,
-            attn_implementation="sdpa",
-        )
-    ).eval()
-    weights = {}
-    for name, tensor in decoder.state_dict().items():
-        parts = [NAMES.get(part, part) for part in name.split(".")]
-        weights[".".join(parts)] = tensor
+    settings = write_settings(decoder.config) | {"max_position_embeddings": longest}
+    config = transformers.Qwen3Config(**settings, attn_implementation="sdpa")
+    model = transformers.Qwen3ForCausalLM(config).eval()
+    ours = decoder.state_dict()
+    weights = {theirs: ours[name] for name, theirs in tensor_names(decoder.config).items()}
     missing = model.load_state_dict(weights, strict=False)
     assert not missing.unexpected_keys, missing.unexpected_keys
     assert set(missing.missing_keys) <= {"lm_head.weight"}, missing.missing_keys

@@ -28,6 +28,7 @@ from headgate.data.loader import Loader
 from headgate.data.prepare import Request, prepare
 from headgate.data.shards import open_split
 from headgate.model.decoder import Decoder
+from headgate.model.qwen import write_settings
 from headgate.recipes import get_recipe
 from headgate.train.checkpoint import State
 from headgate.train.distributed import World
@@ -69,21 +70,8 @@ def theirs(asked: Config, data: Path, *, fused: bool, compiled: bool) -> Callabl
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     m, t = asked.model, asked.train
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=m.vocab_size,
-            hidden_size=m.d_model,
-            intermediate_size=m.d_mlp,
-            num_hidden_layers=m.n_layers,
-            num_attention_heads=m.n_heads,
-            num_key_value_heads=m.n_kv_heads,
-            head_dim=m.head_dim,
-            tie_word_embeddings=m.tied_embeddings,
-            max_position_embeddings=t.context,
-            use_cache=False,
-            attn_implementation="sdpa",
-        )
-    ).train()
+    settings = write_settings(m) | {"max_position_embeddings": t.context, "use_cache": False}
+    model = Qwen3ForCausalLM(Qwen3Config(**settings, attn_implementation="sdpa")).train()
     count = sum(p.numel() for p in model.parameters())
     assert count == Decoder(m).parameter_count(), "the models differ in size"
     optimizer = torch.optim.AdamW(

@@ -27,7 +27,7 @@ from headgate.data.shards import SPLITS, Manifest, ShardWriter, SplitState
 from headgate.data.sources import Source
 from headgate.data.splits import Seen, Shares, document_key, split_of
 from headgate.data.tokenizers import Tokenizer, local_file, make_tokenizer
-from headgate.data.workers import Encoded, encode_in_order, read_chunks
+from headgate.data.workers import Encoded, cores, encode_in_order, read_chunks
 from headgate.errors import HeadgateError
 from headgate.version import __version__
 
@@ -103,7 +103,7 @@ def prepare(request: Request, out: str | os.PathLike[str], *, workers: int | Non
         raise HeadgateError(f"folder {str(folder)!r} cannot be made: {error.strerror}") from error
     try:
         with _locked(folder):
-            return _prepare(request, source, folder, workers or _cores())
+            return _prepare(request, source, folder, workers or cores())
     except OSError as error:
         raise HeadgateError(
             f"{str(error.filename or folder)!r} cannot be written: {error.strerror}; what was done "
@@ -370,7 +370,3 @@ def _remove_all(folder: Path) -> None:
     for name in SPLITS:
         shutil.rmtree(folder / name, ignore_errors=True)
     _remove(folder, "keys.tmp", "sources.jsonl", "tokenizer.json", "progress.json")
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

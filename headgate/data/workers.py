@@ -23,6 +23,11 @@ from headgate.errors import HeadgateError
 CHUNK_CHARACTERS = 1 << 18
 
 
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class Chunk(NamedTuple):
     """Some documents, and the place in the source right after them."""
 

@@ -26,6 +26,7 @@ from headgate.study.speed import (
     peer_cases,
     select_cases,
 )
+from headgate.train.summary import processor
 from headgate.version import __version__
 
 
@@ -87,16 +88,6 @@ def add_memory(measured: Measurement, names: list[str], progress: Any) -> None:
 def to_json(measured: Measurement) -> dict[str, Any]:
     machine = {"processor": processor(), "python": platform.python_version(), "torch": torch.__version__}
     return {"headgate": __version__, "machine": machine, **asdict(measured)}
-
-
-def processor() -> str:
-    """What the machine calls its processor, and the instruction set that PyTorch uses on it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        name = platform.processor() or platform.machine()
-    return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
 
 
 def print_tables(console: Console, measured: Measurement) -> None:

@@ -29,6 +29,7 @@ from typing import Literal
 from headgate import config
 from headgate.config import Config, StudyOptions
 from headgate.data.shards import open_split
+from headgate.data.workers import cores
 from headgate.errors import HeadgateError
 from headgate.study.costs import CostPlan, Costs, measure_costs, step_seconds
 from headgate.study.gates import gates_on_passage
@@ -193,7 +194,7 @@ def run_study(
     )
     folder = StudyFolder(out)
     study = folder.claim(asked, base)
-    at_once = options.jobs or max(1, _cores() // study.threads)
+    at_once = options.jobs or max(1, cores() // study.threads)
     with StudyDisplay() as display:
         if study.budget == "seconds":
             study = _share_out_seconds(folder, study, base, display)
@@ -206,10 +207,6 @@ def run_study(
             _write_skipping(folder, study, base, display)
         _write_gates(folder, study, base, display)
     return not failed
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _share_out_seconds(folder: StudyFolder, study: Study, base: Config, display: StudyDisplay) -> Study:

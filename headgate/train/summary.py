@@ -56,7 +56,7 @@ def summarise(
         },
         "machine": {
             "system": platform.platform(),
-            "processor": _processor(),
+            "processor": processor(),
             "device": str(world.device),
             "device_name": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else None,
             "processes": world.size,
@@ -93,10 +93,12 @@ def sparsity(decoder: Decoder, context: int) -> dict[str, Any]:
     return {"context": context, "mean": sum(layers) / len(layers), "by_layer": layers}
 
 
-def _processor() -> str:
+def processor() -> str:
+    """What the machine calls its processor, its cores, and the instruction set that PyTorch uses on it."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
     except OSError:
         names = []
-    return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
+    name = names[0] if names else platform.processor() or platform.machine()
+    return f"{name}, {os.cpu_count()} cores ({torch.backends.cpu.get_cpu_capability()})"

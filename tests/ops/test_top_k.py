@@ -1,0 +1,71 @@
+"""Exact top-k attention: output and gradients, ties, odd shapes, and what PyTorch asks of an op."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from headgate.errors import HeadgateError
+from headgate.ops import reference, top_k_attention
+
+
+def inputs(queries: int, keys: int, heads: int = 4, groups: int = 2, *, steps: float = 0.0) -> list[Tensor]:
+    """q, k, v in fp64; with `steps` on a coarse grid, so that many logits are equal."""
+    generator = torch.Generator().manual_seed(keys)
+    shapes = [(2, heads, queries, 8), (2, groups, keys, 8), (2, groups, keys, 8)]
+    drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    if steps:
+        drawn[:2] = [(t / steps).round() * steps for t in drawn[:2]]
+    return [t.requires_grad_() for t in drawn]
+
+
+@pytest.mark.parametrize("scale", [0.3, 1.0, 3.0, 100.0])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 40), (17, 17), (63, 63), (130, 130), (9, 140)])
+@pytest.mark.parametrize("steps", [0.0, 1.0])
+def test_output_and_gradients_are_those_of_the_reference(
+    queries: int, keys: int, scale: float, steps: float
+) -> None:
+    q, k, v = inputs(queries, keys, steps=steps)
+    found = top_k_attention(q, k, v, scale=scale, backend="torch")
+    expected = reference.top_k_attention(q, k, v, scale=scale)
+    d_out = torch.randn(found.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    pairs = zip(
+        (found, *torch.autograd.grad(found, (q, k, v), d_out)),
+        (expected, *torch.autograd.grad(expected, (q, k, v), d_out)),
+        strict=True,
+    )
+    for ours, theirs in pairs:
+        assert (ours - theirs).abs().max() < 1e-10
+
+
+def test_ties_are_common_on_the_grid_above() -> None:
+    q, k, _ = inputs(63, 63, steps=1.0)
+    scores = reference.logits(q, k)[:, :, -1]
+    assert all(len(row.unique()) < 50 for row in scores.flatten(0, 1))
+
+
+def test_half_precision_is_summed_in_fp32() -> None:
+    exact = [t.detach().float() for t in inputs(50, 50)]
+    half = [t.bfloat16() for t in exact]
+    found = top_k_attention(*half, backend="torch")
+    assert found.dtype == torch.bfloat16
+    expected = top_k_attention(*(t.float() for t in half), backend="torch")
+    assert (found.float() - expected).abs().max() < 2**-7 * expected.abs().max()
+
+
+def test_second_derivatives_are_refused() -> None:
+    q, k, v = inputs(20, 20)
+    (d_q,) = torch.autograd.grad(top_k_attention(q, k, v, backend="torch").sum(), q, create_graph=True)
+    with pytest.raises(HeadgateError, match="second derivative"):
+        d_q.sum().backward()
+
+
+@pytest.mark.compiles
+def test_pytorch_accepts_the_op() -> None:
+    q, k, v = (t.detach().float() for t in inputs(20, 24))
+    forward, backward = torch.ops.headgate.top_k.default, torch.ops.headgate.top_k_backward.default
+    out, weights, chosen = forward(q, k, v, 1.0)
+    checked = torch.library.opcheck(backward, (torch.ones_like(out), q, k, v, weights, chosen))
+    checked |= torch.library.opcheck(forward, (*(t.requires_grad_() for t in (q, k, v)), 1.0))
+    assert set(checked.values()) == {"SUCCESS"}
+    compiled = torch.compile(top_k_attention, fullgraph=True)
+    assert torch.equal(compiled(q, k, v), top_k_attention(q, k, v))
