@@ -89,6 +89,25 @@ def small() -> Config:
     )
 
 
+@recipe("study", parameters=1_000_832)
+def study() -> Config:
+    """That of docs/findings.md: tiny with a context of 1024, and windows that matter there."""
+    base = small()
+    return replace(
+        base,
+        model=replace(tiny().model, vocab_size=2048, shared_options=base.model.shared_options),
+        train=replace(
+            base.train,
+            batch_size=1,
+            steps=300,
+            learning_rate=3e-3,
+            warmup_steps=30,
+            evaluate_every=50,
+            evaluate_tokens=16_384,
+        ),
+    )
+
+
 @recipe("paper-134m", parameters=134_234_368)
 def paper_134m() -> Config:
     """134M parameters, trained as the sparse-geometric paper says: 50,000 steps of 32 sequences."""
