@@ -337,13 +337,14 @@ def ablate(
     _write_report(out, whole=run_study(with_ablations(name), data, out, override, options))
 
 
-def report(folder: str, /) -> None:
+def report(folder: str, /, *, against: str | None = None) -> None:
     """Write a study's results.json, results.md and report.html again, from what its folder holds.
 
     Args:
         folder: The study folder.
+        against: The label of a variant; every other is compared with it too, in a table that is printed.
     """
-    _write_report(folder)
+    _write_report(folder, against=against)
 
 
 def plan(
@@ -398,14 +399,17 @@ def plan(
     )
 
 
-def _write_report(folder: str, *, whole: bool = True) -> None:
+def _write_report(folder: str, *, whole: bool = True, against: str | None = None) -> None:
     from headgate.report.page import write_page
-    from headgate.study.results import write_results
-    from headgate.study.tables import print_results
+    from headgate.study import results as of_study
+    from headgate.study.tables import print_against, print_results
 
-    results = write_results(folder)
+    results = of_study.write_results(folder)
     page = write_page(folder)
     print_results(results)
+    if against is not None:
+        print()
+        print_against(against, of_study.against(results, against))
     print(f"\nthe page is {page}; results.json and results.md beside it have the numbers")
     if not whole:
         sys.exit(1)

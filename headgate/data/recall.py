@@ -7,6 +7,10 @@ lie at distances that are as likely in each doubling, up to the length of the co
 
     recall:context=1024,pairs=32,queries=32,noise=64,sequences=8000,seed=0
 
+To find the value of a key, one layer must mark each value with the key before it, and a second one look there:
+a circuit that takes millions of tokens to form, longer than a laptop's study lasts. With `joined=true` a pair is
+a single token, `k7=v3`, and so is the answer, so that one layer can look it up; that is learnt in minutes.
+
 Pairs are new in every sequence, so nothing can be learnt by heart. A sequence is a document; its length, with
 the closing token, is the context, so that the windows a loader cuts are the sequences.
 """
@@ -43,6 +47,8 @@ class Recall:
     keys: int = 128
     """Different keys, of which a sequence uses `pairs`."""
     values: int = 128
+    joined: bool = False
+    """Whether a pair is one token instead of two."""
     noise: int = 64
     """Different tokens that stand between the queries."""
     sequences: int = 8000
@@ -59,7 +65,7 @@ class Recall:
             raise HeadgateError(
                 f"keys={self.keys} are too few for pairs={self.pairs} of different keys; give more"
             )
-        room = self.context - 1 - 2 * self.pairs
+        room = self.context - 1 - self.head
         if 2 * self.queries > room:
             raise HeadgateError(
                 f"context={self.context} is too short for pairs={self.pairs} and queries={self.queries}: it "
@@ -67,8 +73,18 @@ class Recall:
             )
 
     @property
+    def head(self) -> int:
+        """Tokens that the pairs at the beginning take."""
+        return self.pairs if self.joined else 2 * self.pairs
+
+    @property
+    def answers(self) -> int:
+        """Different answers: values, or pairs of a key and a value."""
+        return self.keys * self.values if self.joined else self.values
+
+    @property
     def vocab_size(self) -> int:
-        return 1 + self.keys + self.values + self.noise
+        return 1 + self.keys + self.answers + self.noise
 
 
 def parse(source: str) -> Recall | None:
@@ -140,12 +156,14 @@ def _write(recall: Recall, request: dict[str, object], shares: Shares, folder: P
 
 
 def definition(recall: Recall) -> str:
-    """A tokenizer.json whose words are the tokens: the end, then k0 k1 ..., v0 v1 ..., n0 n1 ..."""
+    """A tokenizer.json whose words are the tokens: the end, then k0 k1 ..., v0 v1 ... or k0=v0 k0=v1 ...,
+    n0 n1 ..."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    words = [END_OF_TEXT]
-    for letter, count in (("k", recall.keys), ("v", recall.values), ("n", recall.noise)):
-        words += [f"{letter}{number}" for number in range(count)]
+    values = [f"v{number}" for number in range(recall.values)]
+    keys = [f"k{number}" for number in range(recall.keys)]
+    answers = [f"{key}={value}" for key in keys for value in values] if recall.joined else values
+    words = [END_OF_TEXT, *keys, *answers, *(f"n{number}" for number in range(recall.noise))]
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="n0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens([END_OF_TEXT])
@@ -154,18 +172,23 @@ def definition(recall: Recall) -> str:
 
 def sequences(recall: Recall, count: int, draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """Tokens (count, context), and where an answer stands (1) or not (0)."""
-    head, room = 2 * recall.pairs, recall.context - 1 - 2 * recall.pairs
-    first_key, first_value, first_noise = 1, 1 + recall.keys, 1 + recall.keys + recall.values
+    head, room = recall.head, recall.context - 1 - recall.head
+    first_answer = 1 + recall.keys
+    first_noise = first_answer + recall.answers
     tokens = first_noise + draw.integers(recall.noise, size=(count, recall.context))
     tokens[:, -1] = 0
     counted = np.zeros(tokens.shape, dtype=np.uint8)
     for row in range(count):
-        keys = first_key + draw.permutation(recall.keys)[: recall.pairs]
-        values = first_value + draw.integers(recall.values, size=recall.pairs)
-        tokens[row, 0:head:2], tokens[row, 1:head:2] = keys, values
+        keys = draw.permutation(recall.keys)[: recall.pairs]
+        answers = first_answer + draw.integers(recall.values, size=recall.pairs)
+        if recall.joined:
+            answers += keys * recall.values
+            tokens[row, :head] = answers
+        else:
+            tokens[row, 0:head:2], tokens[row, 1:head:2] = 1 + keys, answers
         slots = head + 2 * _places(recall.queries, room // 2, draw)
         which = draw.permutation(recall.pairs)[: recall.queries]
-        tokens[row, slots], tokens[row, slots + 1] = keys[which], values[which]
+        tokens[row, slots], tokens[row, slots + 1] = 1 + keys[which], answers[which]
         counted[row, slots + 1] = 1
     return tokens, counted
 
@@ -178,14 +201,18 @@ def _places(queries: int, slots: int, draw: np.random.Generator) -> np.ndarray:
     return np.sort(np.argpartition(times, queries - 1)[:queries])
 
 
-def distances(tokens: np.ndarray, counted: np.ndarray) -> np.ndarray:
-    """How far before each query its key last stood; 0 where it did not, or where no answer is asked: (B,T).
+def distances(tokens: np.ndarray, targets: np.ndarray, asked: np.ndarray) -> np.ndarray:
+    """How far before each query its key last stood, or a token that joins it to its value; 0 where neither
+    did, or where no answer is asked: (B,T).
 
-    `tokens` (B,T) are what a model reads, and `counted` says after which of them an answer is asked for.
+    `tokens` (B,T) are what a model reads, `targets` what comes next, `asked` where that is an answer.
     """
     found = np.zeros(tokens.shape, dtype=np.int64)
-    for row, place in zip(*np.nonzero(counted), strict=True):
-        before = np.nonzero(tokens[row, :place] == tokens[row, place])[0]
-        if len(before):
-            found[row, place] = place - before[-1]
+    for row, place in zip(*np.nonzero(asked), strict=True):
+        before = tokens[row, :place]
+        for sought in (tokens[row, place], targets[row, place]):
+            places = np.nonzero(before == sought)[0]
+            if len(places):
+                found[row, place] = place - places[-1]
+                break
     return found

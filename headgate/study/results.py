@@ -19,6 +19,7 @@ from typing import Any
 from headgate import config
 from headgate.config import Config
 from headgate.data.shards import read_manifest
+from headgate.errors import HeadgateError, suggestion
 from headgate.mechanisms.base import MECHANISMS, description
 from headgate.study import statistics
 from headgate.study.claims import CLAIMS, CONTRADICTIONS, judge
@@ -115,6 +116,15 @@ def collect(out: str | os.PathLike[str]) -> dict[str, Any]:
     results["headline"], results["conditions"] = headline(results), conditions(results)
     collected: dict[str, Any] = config.finite(results)
     return collected
+
+
+def against(results: Mapping[str, Any], label: str) -> dict[str, statistics.Difference]:
+    """Every other variant compared with this one instead of the baseline, by label."""
+    losses = {variant["label"]: _losses(variant["runs"]) for variant in results["variants"]}
+    if label not in losses:
+        raise HeadgateError(f"the study has no variant {label!r}; {suggestion(label, losses)}")
+    reference = losses.pop(label)
+    return statistics.compare(reference, losses)
 
 
 def _run(job: Job) -> dict[str, Any]:

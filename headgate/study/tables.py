@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headgate.study.progress import output
+from headgate.study.statistics import Difference
 
 COLUMNS = (
     "variant",
@@ -145,6 +146,16 @@ def markdown(results: Mapping[str, Any]) -> str:
     lines += [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
     lines += [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows(results)]
     return "\n".join([*lines, "", LEGEND, ""])
+
+
+def print_against(label: str, differences: Mapping[str, Difference]) -> None:
+    table = Table("variant", f"difference to {label}", "p", "verdict", box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, difference in differences.items():
+        words = [name, signed(difference.mean, difference.high, 4), p_value(difference.p_holm)]
+        table.add_row(*map(Text, [*words, difference.verdict]))
+    output().print(table)
 
 
 def print_results(results: Mapping[str, Any]) -> None:

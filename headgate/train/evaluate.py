@@ -157,7 +157,8 @@ def evaluate(
 
 def _by_distance(x: Tensor, targets: Tensor, loss: Tensor, right: Tensor, length: int) -> Tensor:
     asked = (targets != IGNORED).cpu()
-    place = torch.from_numpy(distances(x.cpu().numpy(), asked.numpy()))[asked]
+    tokens, answers = x.cpu().numpy(), targets.cpu().numpy()
+    place = torch.from_numpy(distances(tokens, answers, asked.numpy()))[asked]
     values = torch.stack([asked.double(), loss.double().cpu(), right.double().cpu()])[:, asked]
     return torch.zeros(3, length, dtype=torch.float64).index_add_(1, place, values)
 

@@ -45,7 +45,7 @@ def test_every_answer_can_be_found(folder: Path) -> None:
             first = words.index(words[place])
             assert first < 12
             assert words[first + 1] == tokenizer.decode([int(targets[0, place])]) == words[place + 1]
-        far = distances(tokens.numpy(), (targets != IGNORED).numpy())
+        far = distances(tokens.numpy(), targets.numpy(), (targets != IGNORED).numpy())
         assert far[0, asked].tolist() == [place - words.index(words[place]) for place in asked]
         assert (far > 0).sum() == 5
 
@@ -58,15 +58,38 @@ def test_sequences_differ_and_repeat_with_their_seed() -> None:
     assert len({row.tobytes() for row in one[:, :16]}) == 20
 
 
-def test_distances_reach_over_the_context_evenly_in_doublings() -> None:
-    recall = Recall(context=1024, pairs=16, queries=16)
+@pytest.mark.parametrize("joined", [False, True])
+def test_distances_reach_over_the_context_evenly_in_doublings(joined: bool) -> None:
+    recall = Recall(context=1024, pairs=16, queries=16, joined=joined)
     tokens, counted = sequences(recall, 200, np.random.default_rng(0))
-    asked = np.roll(counted, -1, axis=1)  # the query stands before its answer
-    far = distances(tokens, asked)
+    # A query stands before its answer.
+    far = distances(tokens, np.roll(tokens, -1, axis=1), np.roll(counted, -1, axis=1))
     far = far[far > 0]
+    assert len(far) == counted.sum()
     assert far.max() > 950
     counts = [((far >= low) & (far < 2 * low)).sum() for low in (64, 128, 256, 512)]
     assert max(counts) < 2 * min(counts)
+
+
+def test_a_joined_pair_is_its_own_answer(tmp_path: Path) -> None:
+    source = "recall:context=64,pairs=6,queries=5,keys=12,values=9,noise=7,sequences=40,joined=true"
+    recall = parse(source)
+    assert recall is not None
+    prepare_recall(recall, source, (80, 10, 10), tmp_path / "data")
+    tokenizer = Tokenizer((tmp_path / "data/tokenizer.json").read_text())
+    assert tokenizer.vocab_size == recall.vocab_size == 1 + 12 + 12 * 9 + 7
+    tokens, targets = Windows(open_split(tmp_path / "data", "train"), 64).read([0])
+    words = [tokenizer.decode([token]) for token in tokens[0].tolist()]
+    assert all(word[0] == "k" and "=v" in word for word in words[:6])
+    assert not any("=" in word for word in words[6:] if word[0] == "n")
+    far = distances(tokens.numpy(), targets.numpy(), (targets != IGNORED).numpy())[0]
+    asked = torch.nonzero(targets[0] != IGNORED).flatten().tolist()
+    assert len(asked) == 5
+    for place in asked:
+        answer = words[place + 1]
+        assert answer.split("=")[0] == words[place]
+        assert words[:6].count(answer) == 1
+        assert far[place] == place - words.index(answer)
 
 
 def test_the_command(headgate: Run, tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ def test_answers_are_judged_by_distance(micro: Config, tmp_path: Path) -> None:
     assert found.answers is not None
     assert found.answers.accuracy == pytest.approx(right.float().mean().item())
     assert found.loss == pytest.approx(losses.mean().item(), rel=1e-5)
-    far = torch.from_numpy(distances(x.numpy(), asked.numpy()))[asked]
+    far = torch.from_numpy(distances(x.numpy(), targets.numpy(), asked.numpy()))[asked]
     assert sum(place.tokens for place in found.answers.by_distance) == 60
     for place in found.answers.by_distance:
         here = (far >= place.first) & (far < place.end)
