@@ -69,6 +69,8 @@ class ModelConfig:
     qkv_bias: bool = False
     """Bias on the query, key and value projections (Qwen2)."""
     tied_embeddings: bool = True
+    embedding_deviation: float = 0.02
+    """Standard deviation of the embedding's first values; that of all other matrices is 0.02."""
     rope_theta: float = 1e6
     norm_eps: float = 1e-6
 
@@ -80,6 +82,10 @@ class ModelConfig:
         if self.head_dim % 2:
             raise HeadgateError(
                 f"head_dim={self.head_dim} is odd; RoPE turns pairs of dimensions, so choose an even one"
+            )
+        if not self.embedding_deviation > 0:
+            raise HeadgateError(
+                f"embedding_deviation={self.embedding_deviation} is too small; it must be above 0"
             )
         if not self.mechanism:
             raise HeadgateError("mechanism=[] names no mechanism; give at least one, such as 'full'")

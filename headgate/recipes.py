@@ -99,9 +99,9 @@ def study() -> Config:
         train=replace(
             base.train,
             batch_size=1,
-            steps=300,
+            steps=250,
             learning_rate=3e-3,
-            warmup_steps=30,
+            warmup_steps=25,
             evaluate_every=50,
             evaluate_tokens=16_384,
         ),

@@ -25,7 +25,15 @@ from headgate.model.cache import LayerCache
 from headgate.ops.dispatch import forced
 
 WINDOW, PREFIX, BLOCK = 16, 40, 8
-SMALL = {"window": WINDOW, "max_window": 24, "dense_prefix": PREFIX, "block": BLOCK, "stride": 8, "hidden": 8}
+SMALL = {
+    "window": WINDOW,
+    "max_window": 24,
+    "dense_prefix": PREFIX,
+    "block": BLOCK,
+    "stride": 8,
+    "hidden": 8,
+    "stretch": 2,
+}
 HEADS, WIDTH, MODEL = 4, 16, 24
 LENGTHS = (1, 2, 63, 111, WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW + 3)
 
@@ -300,6 +308,18 @@ def test_exact_key_sets_at_the_edges(variant: Variant, window: int) -> None:
         assert mechanism.pairs(length) == sum(len(allowed(variant, i) or ()) for i in range(length))
 
 
+@pytest.mark.parametrize("window", [WINDOW - 1, WINDOW, WINDOW + 1])
+def test_exact_key_sets_of_near_and_far_heads(window: int) -> None:
+    length = 64
+    mechanism = Variant("near-far", (("window", window),)).build(head_dim=length)
+    got = weights(mechanism, mechanism, length) > 1e-12
+    reaches = [window, window, 2 * window, 2 * window]
+    for head, reach in enumerate(reaches):
+        for i in range(length):
+            assert got[head, i].nonzero().flatten().tolist() == list(range(max(0, i - reach), i + 1))
+    assert mechanism.pairs(length) == int(got.sum()) // HEADS
+
+
 @each_variant
 def test_pairs_grow_with_the_length_and_never_shrink(variant: Variant) -> None:
     mechanism = variant.build()
@@ -332,6 +352,13 @@ def test_identity_dynamic_sparse_open_within_its_dense_prefix() -> None:
     same_as_full(Variant("dynamic-sparse", (("gate", "open"),)).build(), PREFIX)
     with pytest.raises(AssertionError):
         same_as_full(Variant("dynamic-sparse", (("gate", "open"),)).build(), PREFIX + 1)
+
+
+def test_identity_near_far_open_within_its_window() -> None:
+    same_as_full(set_gate(Variant("near-far", ()).build(), 60.0), WINDOW + 1)
+    same_as_full(Variant("near-far", (("gate", "open"),)).build(), WINDOW + 1)
+    with pytest.raises(AssertionError):
+        same_as_full(Variant("near-far", (("gate", "open"),)).build(), WINDOW + 2)
 
 
 def test_identity_head_gated_at_global() -> None:
@@ -374,7 +401,7 @@ def test_opened_it_starts_as_full_attention_as_far_as_it_says(variant: Variant) 
             assert found[name].abs().max() > 1e-8, name
 
 
-@pytest.mark.parametrize("name", ["dynamic-sparse", "head-gated", "context-adaptive"])
+@pytest.mark.parametrize("name", ["dynamic-sparse", "head-gated", "context-adaptive", "near-far"])
 def test_an_open_gate_learns_in_bf16_too(name: str) -> None:
     """There it is 1 in forward, and g * (1 - g) would leave it no gradient."""
     mechanism = Variant(name, ()).build()
@@ -509,7 +536,7 @@ SIZES = {"d_model": 24, "n_heads": 4, "head_dim": 16}
         ("dynamic-spars", {}, "unknown mechanism 'dynamic-spars'; did you mean 'dynamic-sparse'?"),
         ("local", {"windw": 3}, "local has no option 'windw'; did you mean 'window'?"),
         ("full", {"window": 3}, "full has no option 'window'; none are known"),
-        ("local", {"window": 0}, "window=0 is too small; it must be at least 1"),
+        ("local", {"window": -1}, "window=-1 is too small; it must be at least 0"),
         ("dynamic-sparse", {"window": -2}, "window=-2 is too small"),
         ("dynamic-sparse", {"dense_prefix": -1}, "dense_prefix=-1 is too small; it must be at least 0"),
         ("local", {"window": 2.5}, "window=2.5 is a float; expected a whole number"),
@@ -552,6 +579,7 @@ def test_the_eight_mechanisms_are_registered() -> None:
         "full",
         "head-gated",
         "local",
+        "near-far",
         "positional",
         "sparse-geometric",
     ]

@@ -7,9 +7,9 @@ lie at distances that are as likely in each doubling, up to the length of the co
 
     recall:context=1024,pairs=32,queries=32,noise=64,sequences=8000,seed=0
 
-To find the value of a key, one layer must mark each value with the key before it, and a second one look there:
-a circuit that takes millions of tokens to form, longer than a laptop's study lasts. With `joined=true` a pair is
-a single token, `k7=v3`, and so is the answer, so that one layer can look it up; that is learnt in minutes.
+To find the value of a key, one layer must mark each value with the key before it, and a second one look for
+the mark: that takes millions of tokens to learn. With `joined=true` a pair is a single token, `k7=v3`, and so
+is the answer: one layer can look it up, and learns to within minutes on a laptop.
 
 Pairs are new in every sequence, so nothing can be learnt by heart. A sequence is a document; its length, with
 the closing token, is the context, so that the windows a loader cuts are the sequences.

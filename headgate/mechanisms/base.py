@@ -200,16 +200,16 @@ def initialise(module: nn.Module, seed: int, *, skip: Container[str] = ()) -> No
     """Fill every parameter from a generator seeded by (seed, the parameter's name), so that two models share
     bit for bit every weight they both have. Parameters on the meta device, and those to skip, are left alone.
     """
-    mechanisms = {name: m for name, m in module.named_modules() if isinstance(m, Mechanism)}
+    owners = {name: m.initialise for name, m in module.named_modules() if hasattr(m, "initialise")}
     for name, parameter in module.named_parameters():
         if parameter.is_meta or name in skip:
             continue
         digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=True))
         fill, local = initialise_parameter, name
-        for prefix, mechanism in mechanisms.items():
+        for prefix, own in owners.items():  # outer modules come first
             if not prefix or name.startswith(prefix + "."):
-                fill, local = mechanism.initialise, name[len(prefix) :].lstrip(".")
+                fill, local = own, name[len(prefix) :].lstrip(".")
         drawn = torch.empty(
             parameter.shape
         )  # drawn on the CPU in fp32, so that device and dtype change nothing

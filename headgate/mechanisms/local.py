@@ -18,13 +18,12 @@ from headgate.ops import reference
 @dataclass(frozen=True)
 class LocalOptions(MechanismOptions):
     window: int = 256
-    """Keys at a distance up to this are visible."""
+    """Keys at a distance up to this are visible; with 0 a token sees itself alone."""
     global_tokens: int = 0
     """The first tokens of the sequence that stay visible to every query."""
 
     def __post_init__(self) -> None:
-        require_at_least(self, 1, "window")
-        require_at_least(self, 0, "global_tokens")
+        require_at_least(self, 0, "window", "global_tokens")
 
 
 @register("local")

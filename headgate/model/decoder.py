@@ -19,7 +19,14 @@ from torch.utils.checkpoint import checkpoint
 
 from headgate.config import Config, MechanismSpec, ModelConfig, from_dict, to_dict
 from headgate.errors import HeadgateError, suggestion
-from headgate.mechanisms.base import MECHANISMS, Heads, check_shared_options, initialise, make_options
+from headgate.mechanisms.base import (
+    MECHANISMS,
+    Heads,
+    check_shared_options,
+    initialise,
+    initialise_parameter,
+    make_options,
+)
 from headgate.model.cache import Cache, LayerCache
 from headgate.model.generate import Completion, Prompts, Sampling, Stop, Stream, generate
 from headgate.ops.norm import rms_norm
@@ -146,6 +153,12 @@ class Decoder(nn.Module):
         if not config.tied_embeddings:
             self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         initialise(self, seed)
+
+    def initialise(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
+        if name == "embedding.weight":
+            parameter.normal_(0.0, self.config.embedding_deviation, generator=generator)
+        else:
+            initialise_parameter(name, parameter, generator)
 
     def forward(
         self,
