@@ -337,14 +337,21 @@ def ablate(
     _write_report(out, whole=run_study(with_ablations(name), data, out, override, options))
 
 
-def report(folder: str, /, *, against: str | None = None) -> None:
+def report(folder: str, /, *, against: str | None = None, publish: str | None = None) -> None:
     """Write a study's results.json, results.md and report.html again, from what its folder holds.
 
     Args:
         folder: The study folder.
         against: The label of a variant; every other is compared with it too, in a table that is printed.
+        publish: A folder for files small enough to commit: the results without each run's course, and the
+            page's figures as SVG.
     """
     _write_report(folder, against=against)
+    if publish is not None:
+        from headgate.report import publish as publishing
+
+        written = publishing.publish(folder, publish)
+        print(f"{len(written)} files are in {publish}")
 
 
 def plan(

@@ -14,6 +14,7 @@ from headgate.errors import HeadgateError
 from headgate.report.collect import read_study
 from headgate.report.figures import figures
 from headgate.report.page import page, write_page
+from headgate.report.publish import publish
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -83,6 +84,28 @@ def test_a_document_cannot_end_the_script(report: Path) -> None:
     assert "<img src=x" not in text
     assert text.count("<script") == page(read_study(report.parent)).count("<script")
     assert "alert(1)</script>" not in text
+
+
+def test_a_published_study_is_small_and_has_every_figure(report: Path, tmp_path: Path) -> None:
+    written = publish(report.parent, tmp_path / "published")
+    study = read_study(report.parent)
+    made = figures(study)
+    assert len(written) == 2 + sum(len(figure.views) for figure in made.values()) == len(set(written))
+    text = (tmp_path / "published/results.json").read_text(encoding="utf-8")
+    assert len(text) < 0.7 * len((report.parent / "results.json").read_text(encoding="utf-8"))
+    assert str(report.parent) not in text
+    assert study["data"]["folder"] not in text
+    told = json.loads(text)["variants"]
+    assert [v["difference"] for v in told] == [v["difference"] for v in study["variants"]]
+    assert [[run["loss"] for run in v["runs"]] for v in told] == [
+        [run["loss"] for run in v["runs"]] for v in study["variants"]
+    ]
+    curves = (tmp_path / "published/curves-by-tokens.svg").read_text(encoding="utf-8")
+    assert curves.startswith("<svg")
+    assert "dynamic-sparse" in curves  # in the legend
+    assert "<b>" not in curves  # a label is text here too
+    for figure in made.values():
+        assert figure.views == figures(read_study(report.parent))[figure.name].views
 
 
 def test_the_figures_hold_the_numbers(report: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from study_examples import SETTINGS, asked, write_recipe
+from study_examples import LABEL, SETTINGS, asked, write_recipe
 
 from headgate.config import Config, MechanismSpec, StudyOptions
 from headgate.errors import HeadgateError
@@ -18,6 +18,7 @@ from headgate.study import results as results_module
 from headgate.study.compare import StudyFolder, run_study
 from headgate.study.costs import crossover
 from headgate.study.results import collect, write_results
+from headgate.study.tables import print_against
 from headgate.study.variants import PAPERS, Variant, parse_variants, with_ablations
 from headgate.train.folder import last_step, read_metrics
 
@@ -223,6 +224,21 @@ def test_a_study_is_not_mixed_with_another(study: Path, micro: Config, data: Pat
         run_study(names, data, tmp_path, settings, options)
     with pytest.raises(HeadgateError, match=r"has no study\.json"):
         collect(tmp_path)
+
+
+def test_any_variant_can_be_what_others_are_compared_with(
+    study: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = collect(study)
+    found = results_module.against(told, "dynamic-sparse")
+    assert list(found) == ["full", LABEL]
+    forward = told["variants"][1]["difference"]
+    assert found["full"].mean == pytest.approx(-forward["mean"])
+    assert found["full"].p == pytest.approx(forward["p"])
+    print_against("dynamic-sparse", found)
+    assert f"{found['full'].mean:+.4f}" in capsys.readouterr().out
+    with pytest.raises(HeadgateError, match="no variant 'dynamic'; did you mean 'dynamic-sparse'"):
+        results_module.against(told, "dynamic")
 
 
 def test_equal_seconds_give_slower_variants_fewer_steps(data: Path, micro: Config, tmp_path: Path) -> None:
