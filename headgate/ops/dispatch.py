@@ -1,7 +1,8 @@
 """Which implementation an op takes: one ordered list of paths per op, and a reason for every refusal.
 
-The paths, where an op has them: `native` (C++ on the CPU), `flex` (FlexAttention on a GPU), `triton` (our
-kernels on a GPU), `torch` (plain PyTorch, any device and dtype), `reference` (dense, the truth).
+The paths, where an op has them: `native` (C++ on the CPU), `sdpa` (PyTorch's causal attention on a GPU),
+`flex` (FlexAttention on a GPU), `triton` (our kernels on a GPU), `torch` (plain PyTorch, any device and
+dtype), `reference` (dense, the truth).
 `backend="auto"` takes the first that does not refuse; naming a path takes that one or raises its reason.
 Nothing falls back silently: `explain` tells the choice, `paths_taken` what has run.
 """

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headgate.errors import HeadgateError
-from headgate.ops import flex, reference, span_torch
+from headgate.ops import flex, reference, sdpa, span_torch
 from headgate.ops.dispatch import Op, check
 from headgate.ops.native import span as span_native
 from headgate.ops.registration import refuse_gradient, register, register_gradient
@@ -24,7 +24,8 @@ SPAN = Op("span_attention")
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, start: int = 0, backend: str = "auto") -> Tensor:
     """Attention of every query over all keys up to itself."""
-    return span_attention(q, k, v, start=start, backend=backend)[0]
+    check(q, k, v, start=start)
+    return _attend(q, k, v, start=start, backend=backend, output_only=True)[0]
 
 
 def window_attention(
@@ -43,7 +44,8 @@ def window_attention(
     A query at a position below `dense_prefix` sees all keys up to itself; the first `global_tokens` positions
     are visible to every later query.
     """
-    return span_attention(
+    check(q, k, v, window=window, dense_prefix=dense_prefix, global_tokens=global_tokens, start=start)
+    return _attend(
         q,
         k,
         v,
@@ -52,6 +54,7 @@ def window_attention(
         global_tokens=global_tokens,
         start=start,
         backend=backend,
+        output_only=True,
     )[0]
 
 
@@ -105,6 +108,35 @@ def span_attention(
         raise HeadgateError(
             f"ring={ring} without ring_log_weight; give the log-weight of each query, (B,H,Tq)"
         )
+    return _attend(
+        q,
+        k,
+        v,
+        window=window,
+        dense_prefix=dense_prefix,
+        global_tokens=global_tokens,
+        ring=ring,
+        ring_log_weight=ring_log_weight,
+        start=start,
+        backend=backend,
+    )
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int | None = None,
+    dense_prefix: int = 0,
+    global_tokens: int = 0,
+    ring: int = 0,
+    ring_log_weight: Tensor | None = None,
+    start: int,
+    backend: str,
+    output_only: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """By the path that fits; with `output_only` the log-sum-exp may be missing."""
     if window is not None and ring_log_weight is None and window >= k.shape[2] - 1:
         window, dense_prefix, global_tokens = None, 0, 0  # it hides nothing, and a full span is the fastest
     result: tuple[Tensor, Tensor] = SPAN(
@@ -118,6 +150,7 @@ def span_attention(
         ring=ring,
         ring_log_weight=ring_log_weight,
         start=start,
+        output_only=output_only,
     )
     return result
 
@@ -181,10 +214,21 @@ def _path(op: Any) -> Any:
         ring: int,
         ring_log_weight: Tensor | None,
         start: int,
+        output_only: bool,
     ) -> tuple[Tensor, Tensor]:
         result: tuple[Tensor, Tensor] = op(
             q, k, v, ring_log_weight, window, dense_prefix, global_tokens, ring, start
         )
+        return result
+
+    return run
+
+
+def _with_log_sum_exp(attend: Any) -> Any:
+    """A path that returns it whether or not it is asked for."""
+
+    def run(*tensors: Tensor, output_only: bool, **options: Any) -> tuple[Tensor, Tensor]:
+        result: tuple[Tensor, Tensor] = attend(*tensors, **options)
         return result
 
     return run
@@ -204,6 +248,7 @@ def causal_gradients(
 SPAN.path("native", refuse=lambda q, *args, **options: span_native.refuse(q))(
     _path(_register("span_native", span_native))
 )
-SPAN.path("flex", refuse=flex.refuse)(flex.span_attention)
+SPAN.path("sdpa", refuse=sdpa.refuse)(sdpa.causal_attention)
+SPAN.path("flex", refuse=flex.refuse)(_with_log_sum_exp(flex.span_attention))
 SPAN.path("torch")(_path(_register("span_torch", span_torch)))
-SPAN.path("reference")(reference.span_attention)
+SPAN.path("reference")(_with_log_sum_exp(reference.span_attention))

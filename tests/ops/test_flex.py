@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from headgate import ops
 from headgate.errors import HeadgateError
 from headgate.mechanisms.base import build_mechanism
-from headgate.ops import flex, reference, span_attention
+from headgate.ops import flex, reference, sdpa, span_attention
 from headgate.ops.blocks import choose_blocks
 from headgate.ops.native import library
 from headgate.ops.triton import pair_gate
@@ -212,7 +212,7 @@ def on_gpu(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 def test_a_gpu_takes_flex_attention_and_each_refusal_has_its_reason() -> None:
     q, k = on_gpu(1, 4, 300, 64), on_gpu(1, 2, 300, 64)
     for op, options in (
-        ("causal_attention", {}),
+        ("span_attention", {}),
         ("window_attention", {"window": 20, "dense_prefix": 50}),
         ("span_attention", {"window": 20, "ring": 40, "ring_log_weight": on_gpu(1, 4, 300)}),
         ("block_selected_attention", {"block": 64}),
@@ -223,15 +223,51 @@ def test_a_gpu_takes_flex_attention_and_each_refusal_has_its_reason() -> None:
         (on_gpu(1, 1, 9, 8), "head width 8 is below 16"),
         (on_gpu(1, 1, 9, 16, dtype=torch.float64), "it takes float32, bfloat16 and float16, not float64"),
     ):
-        explanation = ops.explain("causal_attention", tensor, tensor, tensor)
+        explanation = ops.explain("span_attention", tensor, tensor, tensor)
         assert explanation.path == "torch"
         assert ("flex", reason) in explanation.refusals
     with pytest.raises(HeadgateError, match="it runs on a GPU, not on cpu"):
         ops.causal_attention(*(torch.zeros(1, 1, 4, 16) for _ in range(3)), backend="flex")
 
 
+def test_a_gpu_takes_sdpa_for_plain_causal_attention() -> None:
+    q, k = on_gpu(1, 4, 300, 64), on_gpu(1, 2, 300, 64)
+    assert ops.explain("causal_attention", q, k, k).path == "sdpa"
+    assert ops.explain("causal_attention", on_gpu(1, 4, 1, 64), k, k).path == "sdpa"
+    assert ops.explain("window_attention", q, k, k, 299).path == "sdpa"  # it hides nothing
+    for op, queries, options, reason in (
+        ("window_attention", 300, {"window": 298}, "it has no windows"),
+        ("span_attention", 300, {}, "its log-sum-exp has no gradient"),
+        ("causal_attention", 20, {}, "its causal mask is for as many queries as keys, or for one query"),
+    ):
+        explanation = ops.explain(op, on_gpu(1, 4, queries, 64), k, k, **options)
+        assert explanation.path == "flex"
+        assert ("sdpa", reason) in explanation.refusals
+    here = ops.explain("causal_attention", *(torch.zeros(1, 1, 4, 16, dtype=torch.float64) for _ in range(3)))
+    assert ("sdpa", "it runs on a GPU, not on cpu") in here.refusals
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 70), (70, 70)])
+def test_sdpa_computes_what_the_reference_does(
+    queries: int, keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sdpa, "DEVICES", ("cpu",))
+    chosen = test_span.case(2, 4, 2, queries, keys, 16)
+    inputs = [t.double().requires_grad_() for t in (chosen.q, chosen.k, chosen.v)]
+    found = ops.causal_attention(*inputs, backend="sdpa")
+    truth = reference.span_attention(*inputs)[0]
+    d_out = torch.randn(truth.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for ours, theirs in zip(
+        (found, *torch.autograd.grad(found, inputs, d_out)),
+        (truth, *torch.autograd.grad(truth, inputs, d_out)),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
 VARIANTS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
-    "full": ("full", {}, {"span_attention:flex"}),
+    "full": ("full", {}, {"span_attention:sdpa"}),
+    "near-far": ("near-far", {"window": 40, "stretch": 2}, {"span_attention:flex"}),
     "local": ("local", {"window": 40, "global_tokens": 3}, {"span_attention:flex"}),
     "dynamic-sparse": ("dynamic-sparse", {"window": 40, "dense_prefix": 60}, {"span_attention:flex"}),
     "head-gated": ("head-gated", {"window": 40}, {"span_attention:flex"}),
@@ -262,6 +298,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
 def test_a_training_step_traces_to_one_graph(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward take the paths of a GPU on fake tensors; the graphs then run here, and match."""
     monkeypatch.setattr(pair_gate, "DEVICES", ("cpu",))
+    monkeypatch.setattr(sdpa, "DEVICES", ("cpu",))
     monkeypatch.setattr(library, "unavailable", lambda: "this test takes the paths of a GPU")
     name, options, paths = VARIANTS[variant]
     length = 150 if name != "sparse-geometric" else 33  # interpreted kernels are slow
