@@ -20,7 +20,7 @@ from headgate.data.splits import document_key
 from headgate.data.tokenizers import Tokenizer
 from headgate.errors import HeadgateError
 
-CHUNK_CHARACTERS = 1 << 18
+CHUNK_CHARACTERS = 1 << 16
 
 
 def cores() -> int:
@@ -118,7 +118,7 @@ def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> Encoded:
         start += len(piece) + 1
     sizes = np.array([len(text) for text in data], dtype=np.int64)
     keys = np.array([document_key(text) for text in data], dtype=np.uint64)
-    if sizes.sum() >= 2 * CHUNK_CHARACTERS:
+    if sizes.sum() >= 8 * CHUNK_CHARACTERS:
         _give_memory_back()
     return Encoded(tokens, lengths, sizes, keys)
 

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 from unittest.mock import patch
 
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from headgate.config import ModelConfig
+from headgate.mechanisms.base import Mechanism
 from headgate.model.decoder import Decoder
 from headgate.ops import tiles
 from headgate.study.shapes import result_of
@@ -354,6 +356,12 @@ class Passes:
     def __init__(self, model: ModelConfig, precision: str, length: int, *, recompute: bool) -> None:
         self.model, self.precision, self.length, self.recompute = model, precision, length, recompute
 
+    @cached_property
+    def pattern(self) -> list[Mechanism]:
+        """Those of the layers, until they repeat."""
+        depth = min(len(self.model.mechanism), self.model.n_layers)
+        return mechanisms_of(blank_decoder(replace(self.model, n_layers=depth)))
+
     def of(self, sequences: int) -> Pass:
         length, tokens, half = self.length, sequences * self.length, DIRECT_TOKENS // 2
         if tokens <= DIRECT_TOKENS:
@@ -364,7 +372,7 @@ class Passes:
         begin, end = (batch * context for batch, context in shapes)
         between = first.between(second, (tokens - begin) / (end - begin))
         rest, *layers = between.moved
-        for n, mechanism in enumerate(mechanisms_of(blank_decoder(self.model))[: len(layers)]):
+        for n, mechanism in enumerate(self.pattern):
             points = [
                 (batch * context, batch * mechanism.pairs(context), run.moved[n + 1])
                 for (batch, context), run in zip(shapes, (first, second), strict=True)

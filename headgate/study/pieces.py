@@ -23,7 +23,7 @@ from headgate.train.summary import mechanisms_of
 
 M = TypeVar("M", bound=nn.Module)
 DEVICE = torch.device("cpu")
-WORK = 1e9
+WORK = 4e9
 """About so many operations are timed at once."""
 SHORT = 32
 """Sequences for a layer's time without its attention, which at this length is next to nothing."""
@@ -58,10 +58,11 @@ def measure(config: Config, decoder: Decoder) -> Pieces:
     model, context, precision = config.model, config.train.context, config.train.precision
     pattern = mechanisms_of(decoder)[: len(model.mechanism)]
     depths = [len(range(n, model.n_layers, len(pattern))) for n in range(len(pattern))]
+    sequences = config.train.batch_size * config.train.accumulation
     attention = Seconds(0, 0, 0)
     for mechanism, depth in zip(pattern, depths, strict=True):
-        attention = attention + _mechanism(mechanism, context, precision).times(depth)
-    tokens = config.train.batch_size * config.train.accumulation * context
+        attention = attention + _mechanism(mechanism, sequences, context, precision).times(depth)
+    tokens = sequences * context
     return Pieces(
         _layer(config, tokens).times(model.n_layers),
         attention,
@@ -98,14 +99,15 @@ def _layer(config: Config, tokens: int) -> Seconds:
     return Seconds.of(run).times(1 / (sequences * SHORT))
 
 
-def _mechanism(mechanism: Mechanism, context: int, precision: str) -> Seconds:
-    """One sequence through a mechanism, forward and backward."""
+def _mechanism(mechanism: Mechanism, sequences: int, context: int, precision: str) -> Seconds:
+    """One sequence of so many through a mechanism, forward and backward."""
     heads = mechanism.heads
     per_pair = 7 * heads.n_heads * (2 * heads.head_dim + mechanism.pair_operations())
     longest = 1 << int(math.log2(max(128.0, min(LONGEST, math.sqrt(2 * WORK / per_pair)))))
     copy = _filled(lambda: type(mechanism)(heads, mechanism.options))
     if context <= longest:
-        return _attended(copy, context, precision)
+        together = min(sequences, max(1, int(WORK / (per_pair * mechanism.pairs(context)))))
+        return _attended(copy, context, precision, together).times(1 / together)
     short, long = (_attended(copy, length, precision) for length in (longest // 2, longest))
     pairs = {length: mechanism.pairs(length) for length in (longest // 2, longest, context)}
 
@@ -131,14 +133,14 @@ def extrapolated(points: list[tuple[int, int, float]], tokens: int, pairs: int) 
     return per_token * tokens + per_pair * pairs
 
 
-def _attended(mechanism: Mechanism, length: int, precision: str) -> Seconds:
+def _attended(mechanism: Mechanism, length: int, precision: str, sequences: int = 1) -> Seconds:
     heads = mechanism.heads
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
 
     def drawn(n: int) -> Tensor:
-        return torch.randn(1, length, n, heads.head_dim, dtype=dtype).transpose(1, 2).requires_grad_()
+        return torch.randn(sequences, length, n, heads.head_dim, dtype=dtype).transpose(1, 2).requires_grad_()
 
-    x = torch.randn(1, length, heads.d_model, requires_grad=True)
+    x = torch.randn(sequences, length, heads.d_model, requires_grad=True)
     q, k, v = drawn(heads.n_heads), drawn(heads.n_kv_heads), drawn(heads.n_kv_heads)
 
     def run() -> None:
