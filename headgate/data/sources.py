@@ -140,8 +140,8 @@ class Source:
 
         try:
             for batch in batches:
-                for cell in batch.column(0):
-                    yield self._checked(cell.as_py(), f"{name!r}, row {row + 1}")
+                for text in _texts(batch.column(0)):
+                    yield self._checked(text, f"{name!r}, row {row + 1}")
                     row += 1
         except UnicodeDecodeError as error:
             raise HeadgateError(
@@ -160,6 +160,14 @@ class Source:
 
     def _column_missing(self, present: Any) -> str:
         return f"{self.text_column!r}; {suggestion(self.text_column, present)} (set it with --text-column)"
+
+
+def _texts(column: Any) -> Iterator[Any]:
+    """The cells of a column; those before one that is not UTF-8 come out before it raises."""
+    try:
+        yield from column.to_pylist()
+    except UnicodeDecodeError:
+        yield from (cell.as_py() for cell in column)
 
 
 def _list(given: str) -> tuple[Any, tuple[SourceFile, ...]]:

@@ -21,6 +21,8 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """What decoders write for bytes that are no character, or not one yet."""
 LONGEST_CHARACTER = 4
 """Bytes, and so tokens, that a character of UTF-8 takes at most."""
+WORDS_KEPT = 1 << 16
+"""Words whose tokens the library remembers; its own 10,000 are too few for the tail of a language."""
 BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
@@ -41,8 +43,12 @@ class Tokenizer:
         self._inner.encode_special_tokens = True
         self._inner.no_truncation()
         self._inner.no_padding()
+        if hasattr(self._inner.model, "_resize_cache"):
+            self._inner.model._resize_cache(WORDS_KEPT)
         self.definition = definition
-        self.vocab_size = 1 + max(self._inner.get_vocab().values(), default=-1)  # its numbers may have gaps
+        self.vocab_size = self._inner.get_vocab_size()
+        if any(self._inner.id_to_token(number) is None for number in range(self.vocab_size)):
+            self.vocab_size = 1 + max(self._inner.get_vocab().values())  # its numbers have gaps
         find = self._inner.token_to_id
         self.end_of_text = end_of_text or next((end for end in KNOWN_ENDS if find(end) is not None), "")
         found = find(self.end_of_text)
