@@ -51,8 +51,8 @@ study-text: $(READY)
 # The same from a start that suits plain attention: embeddings that are large beside what attention adds to them.
 study-start: $(READY)
 	$(BIN)/headgate prepare "$(TEXT)" $(STUDY)/text-data $(TOKENS)
-	$(BIN)/headgate compare $(filter-out sparse-geometric:gate=log combiner positional,$(MECHANISMS)) \
-		--recipe study --data $(STUDY)/text-data --out $(STUDY)/start --seeds $(SEEDS) --no-cost \
+	$(BIN)/headgate compare dynamic-sparse near-far local:window=0 --recipe study \
+		--data $(STUDY)/text-data --out $(STUDY)/start --seeds $(SEEDS) --no-cost \
 		model.tied_embeddings=false model.embedding_deviation=1 $(SETTINGS)
 
 # What each can recall, by distance.
