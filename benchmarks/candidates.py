@@ -1,0 +1,106 @@
+"""What was tried on the way to near-far, one seed each: smeared keys, a gate for every channel, other starts.
+
+    python benchmarks/candidates.py --data runs/study/text-data --out runs/study/candidates [--only smear]
+
+Trains the recipe `study` with each candidate, one after another on one thread, about a minute each; run
+again, it goes on. The candidates live here and not in the package, because they lost.
+"""
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from headgate.config import override
+from headgate.mechanisms.base import Heads, opened, register
+from headgate.mechanisms.near_far import NearFar, NearFarOptions
+from headgate.ops.native.memory import keep_memory
+from headgate.recipes import get_recipe
+from headgate.train.loop import train
+
+
+@dataclass(frozen=True)
+class CandidateOptions(NearFarOptions):
+    smear: Literal["none", "split", "half"] = "none"
+    """Keys mixed with the one before them, by a learned share of each key-value head (smeared keys, arXiv
+    2209.11895): from 0 for near heads and 1 for far ones, or from one half for all."""
+    channels: bool = False
+    """A gate for every channel of a head instead of one."""
+
+
+@register("candidate")
+class Candidate(NearFar):
+    Options = CandidateOptions
+    options: CandidateOptions
+
+    def __init__(self, heads: Heads, options: CandidateOptions) -> None:
+        super().__init__(heads, options)
+        if options.channels:
+            self.gate = nn.Linear(heads.d_model, heads.n_heads * heads.head_dim)
+        self.smear = None if options.smear == "none" else nn.Parameter(torch.empty(heads.n_kv_heads))
+
+    def initialise(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
+        if name == "smear":
+            split = (torch.arange(len(parameter)) >= self.near).float()
+            parameter.copy_(split if self.options.smear == "split" else torch.full_like(split, 0.5))
+        else:
+            super().initialise(name, parameter, generator)
+
+    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0) -> Tensor:
+        if self.smear is not None:
+            k = torch.lerp(k, pad(k, (0, 0, 1, -1)), self.smear[:, None, None].to(k.dtype))
+        if not self.options.channels:
+            return super().forward(x, q, k, v, start=start)
+        gate, self.gate = self.gate, None
+        attended = super().forward(x, q, k, v, start=start)
+        self.gate = gate
+        assert gate is not None
+        return opened(gate(x)).unflatten(-1, q.shape[1::2]).transpose(1, 2) * attended
+
+
+NAMES = [
+    "full",
+    "dynamic-sparse",
+    "near-far",
+    *(f"near-far:start={start}" for start in (0.005, 0.05, 0.12, 0.5)),
+    "near-far:gate=constant",
+    "near-far:gate=constant,window=1024",
+    "candidate:smear=split",
+    "candidate:smear=split,start=0.5",
+    "candidate:smear=half",
+    "candidate:channels=true",
+    "local+full",
+    "local:global_tokens=4",
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", default="", help="candidates whose name has this in it")
+    parser.add_argument("settings", nargs="*", help="settings of the recipe that differ")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    keep_memory()
+    for name in NAMES:
+        if options.only not in name:
+            continue
+        pattern = json.dumps(name.split("+"))
+        config = override(get_recipe("study"), [f"model.mechanism={pattern}", *options.settings])
+        folder = options.out / name.replace(":", "-")
+        if train(config, options.data, folder).signal is not None:
+            break
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        print(f"{name:40}{summary['final']['loss']:.4f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
