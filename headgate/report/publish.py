@@ -12,7 +12,7 @@ import vl_convert
 from headgate.config import write_json, write_text
 from headgate.report.collect import read_study
 from headgate.report.figures import figures
-from headgate.study.tables import markdown
+from headgate.study.tables import claims_markdown, markdown
 
 WIDTH = 640
 
@@ -22,13 +22,14 @@ OF_A_RUN = ("seed", "state", "reason", "loss", "tokens", "bits_per_byte")
 
 
 def publish(study: str | os.PathLike[str], folder: str | os.PathLike[str]) -> list[Path]:
-    """Write results.json and results.md of a study folder, and every view of every figure in a file named
-    after both."""
+    """Write a study folder's results.json, results.md and papers.md, what the papers say beside it, and every
+    view of every figure in a file named after both."""
     target, results = Path(folder), read_study(study)
     target.mkdir(parents=True, exist_ok=True)
     write_json(target / "results.json", digest(results))
     write_text(target / "results.md", markdown(results))
-    written = [target / "results.json", target / "results.md"]
+    write_text(target / "papers.md", claims_markdown(results))
+    written = [target / "results.json", target / "results.md", target / "papers.md"]
     for figure in figures(results).values():
         for view, spec in figure.views.items():
             name = re.sub(r"[^A-Za-z0-9]+", "-", f"{figure.name} {view}").strip("-").lower()

@@ -148,6 +148,20 @@ def markdown(results: Mapping[str, Any]) -> str:
     return "\n".join([*lines, "", LEGEND, ""])
 
 
+def claims_markdown(results: Mapping[str, Any]) -> str:
+    """What the papers say beside what was measured, each relative to its own baseline."""
+    lines = ["| paper | row | metric | as printed | there | here | |", f"|{'---|' * 7}"]
+    for judged in results["claims"]:
+        claim = judged["claim"]
+        here = "" if judged["relative"] is None else f"{judged['relative']:+.1%}"
+        if here and judged["low"] != judged["high"]:
+            here += f" ({judged['low']:+.1%} to {judged['high']:+.1%})"
+        printed = f"{claim['printed']} against {claim['baseline_printed']} {claim['unit']}"
+        cells = [claim["paper"], claim["row"], claim["metric"], printed, f"{claim['relative']:+.1%}"]
+        lines.append(f"| {' | '.join([*cells, here, judged['verdict']])} |")
+    return "\n".join([*lines, ""])
+
+
 def print_against(label: str, differences: Mapping[str, Difference]) -> None:
     table = Table("variant", f"difference to {label}", "p", "verdict", box=None, pad_edge=False)
     for column in table.columns[1:]:

@@ -90,11 +90,14 @@ def test_a_published_study_is_small_and_has_every_figure(report: Path, tmp_path:
     written = publish(report.parent, tmp_path / "published")
     study = read_study(report.parent)
     made = figures(study)
-    assert len(written) == 2 + sum(len(figure.views) for figure in made.values()) == len(set(written))
+    assert len(written) == 3 + sum(len(figure.views) for figure in made.values()) == len(set(written))
     text = (tmp_path / "published/results.json").read_text(encoding="utf-8")
     assert len(text) < 0.7 * len((report.parent / "results.json").read_text(encoding="utf-8"))
     assert str(report.parent) not in text
     assert study["data"]["folder"] not in text
+    papers = (tmp_path / "published/papers.md").read_text(encoding="utf-8")
+    assert papers.count("\n") == 2 + len(study["claims"])
+    assert "| dynamic-sparse | Full Model | loss | 4.904 against 4.9266 validation loss | -0.5% |" in papers
     told = json.loads(text)["variants"]
     assert [v["difference"] for v in told] == [v["difference"] for v in study["variants"]]
     assert [[run["loss"] for run in v["runs"]] for v in told] == [
