@@ -12,7 +12,6 @@ import vl_convert
 from headgate.config import write_json, write_text
 from headgate.report.collect import read_study
 from headgate.report.figures import figures
-from headgate.study.tables import claims_markdown, markdown
 
 WIDTH = 640
 
@@ -27,9 +26,10 @@ def publish(study: str | os.PathLike[str], folder: str | os.PathLike[str]) -> li
     target, results = Path(folder), read_study(study)
     target.mkdir(parents=True, exist_ok=True)
     write_json(target / "results.json", digest(results))
-    write_text(target / "results.md", markdown(results))
-    write_text(target / "papers.md", claims_markdown(results))
-    written = [target / "results.json", target / "results.md", target / "papers.md"]
+    written = [target / "results.json"]
+    for name in ("results.md", "papers.md"):
+        written.append(target / name)
+        write_text(written[-1], (Path(study) / name).read_text(encoding="utf-8"))
     for figure in figures(results).values():
         for view, spec in figure.views.items():
             name = re.sub(r"[^A-Za-z0-9]+", "-", f"{figure.name} {view}").strip("-").lower()

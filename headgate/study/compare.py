@@ -7,7 +7,7 @@ logs/            what each run's process said
 costs.json       speed, memory and decoding of each variant, measured apart from training
 gates.json       the gates of each variant on a passage of held-out text
 skipping.json    what it saves and costs not to compute what the gates nearly close
-results.json     all of it in numbers; results.md as a table; report.html as a page
+results.json     all of it in numbers; results.md and papers.md as tables; report.html as a page
 
 Each run is a process of its own, `headgate train` as a person would call it. A study that is stopped goes on
 with the same command, and one with more variants or seeds trains only what is new.

@@ -1,7 +1,8 @@
 """A study folder in numbers: what its runs reached, what the differences show, what each variant costs.
 
-`collect` reads the folder alone, whatever of it is there; `write_results` puts it into results.json, and into
-results.md as a table. What the page and the terminal show comes from the same dictionary.
+`collect` reads the folder alone, whatever of it is there; `write_results` puts it into results.json, into
+results.md as a table, and the papers' figures beside it into papers.md. What the page and the terminal show
+comes from the same dictionary.
 
 Seconds are tokens times the seconds a token takes by costs.json, measured apart from training, where several
 runs share the machine; without costs they are those of the runs.
@@ -25,7 +26,7 @@ from headgate.study import statistics
 from headgate.study.claims import CLAIMS, CONTRADICTIONS, judge
 from headgate.study.compare import Job, Study, StudyFolder, failure
 from headgate.study.costs import CostPlan, Costs
-from headgate.study.tables import conditions, headline, markdown
+from headgate.study.tables import claims_markdown, conditions, headline, markdown
 from headgate.study.variants import Variant
 from headgate.train.folder import read_metrics
 from headgate.version import __version__
@@ -44,10 +45,11 @@ MEASURED = (
 
 
 def write_results(out: str | os.PathLike[str]) -> dict[str, Any]:
-    """Write results.json and results.md into the study folder; returns what results.json holds."""
+    """Write results.json, results.md and papers.md into the study folder; returns what results.json holds."""
     results = collect(out)
     config.write_json(Path(out) / "results.json", results)
     config.write_text(Path(out) / "results.md", markdown(results))
+    config.write_text(Path(out) / "papers.md", claims_markdown(results))
     return results
 
 

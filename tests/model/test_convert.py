@@ -144,6 +144,7 @@ REACH = {
     "full": 40,
     "dynamic-sparse": 20,
     "local": 12,
+    "near-far": 12,
     "head-gated": 40,
     "context-adaptive": 16,
     "sparse-geometric": 40,
