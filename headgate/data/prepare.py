@@ -1,6 +1,6 @@
 """From a source to a folder of token shards: split by the text itself, in parallel, and safe to interrupt.
 
-One process reads, the workers tokenise, and the reader appends their results in the order of the source. All
+One thread reads, the workers tokenise, and the reader appends their results in the order of the source. All
 that depends on order (repeats, limits, shards) happens there, so any number of workers writes the same bytes.
 Every second or so the files are flushed and `progress.json` notes how far they reach; a later run cuts them
 back to that note and goes on. `manifest.json` comes last: a folder that has one is whole.
@@ -12,7 +12,6 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -108,11 +107,6 @@ def prepare(request: Request, out: str | os.PathLike[str], *, workers: int | Non
         raise HeadgateError(
             f"{str(error.filename or folder)!r} cannot be written: {error.strerror}; what was done "
             "before is kept, and the same command continues from there"
-        ) from error
-    except BrokenProcessPool as error:
-        raise HeadgateError(
-            "a worker process was killed, most often for want of memory; what was done before is kept: "
-            "run the same command again, with fewer --workers if need be"
         ) from error
     finally:
         if not existed and folder.is_dir() and not any(folder.iterdir()):

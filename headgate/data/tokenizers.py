@@ -3,7 +3,6 @@
 All of them are tokenizer.json files in the end, so one copy beside the shards is all that decoding needs.
 """
 
-import functools
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -57,9 +56,6 @@ class Tokenizer:
             raise HeadgateError(f"the tokenizer {given}; name the token that ends a text with --end-of-text")
         self.end_of_text_id = int(found)
         self._is_bytes = self.vocab_size == 257 and [*map(find, BYTE_TOKENS)] == [*range(256)]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial(Tokenizer, end_of_text=self.end_of_text), (self.definition,)
 
     @property
     def dtype(self) -> np.dtype[Any]:

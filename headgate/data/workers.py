@@ -1,16 +1,16 @@
-"""Documents in chunks, tokenised by several processes, handed back in the order in which they were read."""
+"""Documents in chunks, tokenised by several threads, handed back in the order in which they were read.
+
+Threads and not processes: the tokenizers library lets go of Python's lock while it works, and threads share
+one tokenizer with the words it remembers, where each process would fill a memory of its own.
+"""
 
 import ctypes
-import multiprocessing
 import os
-import signal
 import sys
-import threading
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from multiprocessing.connection import wait
 from typing import NamedTuple
 
 import numpy as np
@@ -77,15 +77,8 @@ def encode_in_order(
     chunks: Iterator[Chunk], tokenizer: Tokenizer, workers: int
 ) -> Generator[tuple[Chunk, Encoded]]:
     """Each chunk with its tokens. Should reading fail, all that was read before is handed back first."""
-    with _one_thread_each():
-        if workers == 1:
-            for chunk in chunks:
-                yield chunk, encode(tokenizer, chunk.texts)
-            return
-        # Forked workers share the loaded tokenizer; elsewhere than on Linux, forking is not safe.
+    with _one_thread_each(), ThreadPoolExecutor(workers, "headgate-worker") as pool:
         _give_memory_back()
-        context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-        pool = ProcessPoolExecutor(workers, context, initializer=_start, initargs=(tokenizer,))
         pending: deque[tuple[Chunk, Future[Encoded]]] = deque()
         end: StopIteration | HeadgateError | None = None
         try:
@@ -96,7 +89,7 @@ def encode_in_order(
                     except (StopIteration, HeadgateError) as error:
                         end = error
                     else:
-                        pending.append((chunk, pool.submit(_encode, chunk.texts)))
+                        pending.append((chunk, pool.submit(encode, tokenizer, chunk.texts)))
                 if not pending:
                     break
                 chunk, future = pending.popleft()
@@ -123,27 +116,6 @@ def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> Encoded:
     return Encoded(tokens, lengths, sizes, keys)
 
 
-_worker_tokenizer: Tokenizer
-
-
-def _start(tokenizer: Tokenizer) -> None:
-    global _worker_tokenizer
-    _worker_tokenizer = tokenizer
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent answers the keyboard, and ends its workers
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
-
-
-def _leave_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
-    os._exit(1)
-
-
-def _encode(texts: list[str]) -> Encoded:
-    return encode(_worker_tokenizer, texts)
-
-
 def _give_memory_back() -> None:
     """Return freed memory to the system; glibc would keep what a long document or a tokenizer.json took."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
@@ -153,7 +125,7 @@ def _give_memory_back() -> None:
 
 @contextmanager
 def _one_thread_each() -> Iterator[None]:
-    """Keep the tokenizers library from starting threads of its own in every worker."""
+    """Keep the tokenizers library from starting threads of its own beside the workers."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "false"

@@ -19,21 +19,6 @@ from headgate.errors import HeadgateError
 KILLS = 9  # for each of the three requests below
 
 
-def children(pid: int) -> list[int]:
-    try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except FileNotFoundError:
-        return []
-
-
-def alive(pid: int) -> bool:
-    """Whether the process still runs; one that has ended and waits to be collected does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 @pytest.mark.parametrize(
     ("request_", "count"),
     [
@@ -70,14 +55,9 @@ def test_killed_hard_at_random_moments(
             assert process.pid is not None
             process.join(chance.uniform(0, 1.5 * took))
             if process.exitcode is None:
-                family = children(process.pid)
                 os.kill(process.pid, signal.SIGKILL)
                 process.join()
                 killed += 1
-                deadline = time.monotonic() + 20
-                while any(alive(child) for child in family) and time.monotonic() < deadline:
-                    time.sleep(0.01)
-                assert not any(alive(child) for child in family)  # no orphan goes on
             else:
                 assert process.exitcode == 0
         if (out / "manifest.json").exists():

@@ -330,16 +330,6 @@ def test_a_full_disk_loses_nothing(
     assert tree(tmp_path / "out") == tree(tmp_path / "expected")
 
 
-def test_a_worker_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_mixed(tmp_path / "in")
-    encode = workers.encode
-    monkeypatch.setattr(workers, "encode", lambda *given: os._exit(1))
-    with pytest.raises(HeadgateError, match=r"a worker process was killed.*fewer --workers"):
-        prepare(Request(str(tmp_path / "in"), "byte"), tmp_path / "out", workers=2)
-    monkeypatch.setattr(workers, "encode", encode)
-    assert prepare(Request(str(tmp_path / "in"), "byte"), tmp_path / "out", workers=2).splits[0].tokens
-
-
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text("text")
     with pytest.raises(HeadgateError, match=r"folder '.*in.txt' cannot be made: File exists"):
