@@ -42,7 +42,7 @@ class NearFarOptions(MechanismOptions):
     """How many times as far the far heads reach."""
     gate: Literal["learned", "constant", "open"] = "learned"
     """How the heads are weighted: by the learned gate, by a learned constant of each, or all by 1."""
-    start: float = 0.02
+    start: float = 0.05
     """How far the gate is open at the start of training."""
 
     def __post_init__(self) -> None:
