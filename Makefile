@@ -51,7 +51,7 @@ study-text: $(READY)
 # The same from a start that suits plain attention: embeddings that are large beside what attention adds to them.
 study-start: $(READY)
 	$(BIN)/headgate prepare "$(TEXT)" $(STUDY)/text-data $(TOKENS)
-	$(BIN)/headgate compare dynamic-sparse head-gated near-far near-far:constant-gate local:window=0 --recipe study \
+	$(BIN)/headgate compare dynamic-sparse near-far near-far:constant-gate local:window=0 --recipe study \
 		--data $(STUDY)/text-data --out $(STUDY)/start --seeds $(SEEDS) --no-cost \
 		model.tied_embeddings=false model.embedding_deviation=1 $(SETTINGS)
 
@@ -72,7 +72,7 @@ study-long: $(READY)
 # Whether a lead lasts: four times the tokens.
 study-late: $(READY)
 	$(BIN)/headgate prepare "$(TEXT)" $(STUDY)/text-data $(TOKENS)
-	$(BIN)/headgate compare dynamic-sparse near-far near-far:gate=constant,window=1024 local:window=0 --recipe study \
+	$(BIN)/headgate compare near-far near-far:gate=constant,window=1024 local:window=0 --recipe study \
 		--data $(STUDY)/text-data --out $(STUDY)/late --seeds $(LONG_SEEDS) --no-cost \
 		train.steps=1000 train.evaluate_every=100 $(SETTINGS)
 

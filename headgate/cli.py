@@ -53,7 +53,7 @@ def prepare(
         dedup: Drop the repeats of a text.
         max_tokens: Stop with the document that reaches this many tokens; all of the source when absent.
         end_of_text: The token that closes each document; the tokenizer's own when absent.
-        workers: Processes that tokenise; as many as there are cores when absent.
+        workers: Threads that tokenise; as many as there are cores when absent.
         check: Verify every checksum and index of this folder, and write nothing.
     """
     from headgate.data import prepare as data

@@ -31,13 +31,14 @@ def test_its_commands_name_every_mechanism_and_every_ablation_of_the_papers() ->
     commands = [shlex.split(line)[1:] for line in told.splitlines() if "headgate " in line]
     assert [words[:2] for words in commands if words[0] == "prepare"] == [
         ["prepare", "web text"],
+        ["prepare", commands[2][1]],
         ["prepare", "web text"],
-        ["prepare", commands[4][1]],
         ["prepare", "novels"],
+        ["prepare", "web text"],
     ]
     studies = [words for words in commands if words[0] == "compare"]
     assert [words[words.index("--out") + 1] for words in studies] == [
-        f"runs/study/{part}" for part in ("text", "start", "recall", "long")
+        f"runs/study/{part}" for part in ("text", "recall", "start", "long", "late")
     ]
     for words in studies:
         recipe = get_recipe(words[words.index("--recipe") + 1])

@@ -1,0 +1,265 @@
+"""Fills the tables of docs/findings.md and README.md from the results in the folders beside this file.
+
+    python docs/findings/tables.py                        # from the results as they are
+    python docs/findings/tables.py --publish runs/study   # take a study's results and figures first
+    python docs/findings/tables.py --check                # code 1 if a table is not what its results say
+
+A table stands between `<!-- table NAME -->` and `<!-- end -->`. Figures are kept if a page shows them.
+"""
+
+import argparse
+import functools
+import json
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from headgate.config import write_text
+from headgate.report.publish import publish
+from headgate.study.statistics import Difference, compare, holm, interval
+from headgate.study.tables import loss_of, p_value, ratio, signed
+
+HERE = Path(__file__).parent
+PAGES = (HERE.parent / "findings.md", HERE.parents[1] / "README.md")
+PARTS = ("text", "start", "recall", "long", "late")
+PAPERS = ("dynamic-sparse", "head-gated", "context-adaptive", "sparse-geometric")
+NAMES = {
+    "local:window=0": "the token alone (`local:window=0`)",
+    "near-far:gate=constant,window=1024": "full times a constant (`near-far:gate=constant,window=1024`)",
+}
+Variant = Mapping[str, Any]
+Losses = Mapping[int, float]
+
+
+@functools.cache
+def results(part: str) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads((HERE / part / "results.json").read_text(encoding="utf-8"))
+    return read
+
+
+def variants(part: str) -> dict[str, Variant]:
+    """By label, the lowest loss first."""
+    found = sorted(results(part)["variants"], key=lambda variant: float(variant["loss"]["mean"]))
+    return {variant["label"]: variant for variant in found}
+
+
+def losses(variant: Variant) -> Losses:
+    return {run["seed"]: run["loss"] for run in variant["runs"] if run["state"] == "finished"}
+
+
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def name(label: str) -> str:
+    return NAMES.get(label, label)
+
+
+def difference(found: Mapping[str, Any] | Difference | None) -> list[str]:
+    if found is None:
+        return ["", ""]
+    told = found if isinstance(found, Mapping) else vars(found)
+    return [signed(told["mean"], told["high"], 4), p_value(told["p_holm"])]
+
+
+def text() -> str:
+    """Mechanisms, without their ablations."""
+    rows = []
+    for label, variant in variants("text").items():
+        if variant["ablation"] is None:
+            found = variant["difference"]
+            converged = variant["convergence"]["relative"] if found else None
+            rows.append(
+                [
+                    name(label),
+                    loss_of(variant),
+                    *difference(found),
+                    found["verdict"] if found else "baseline",
+                    ratio(variant["speed"]),
+                    ratio(variant["memory"]),
+                    "" if converged is None else f"{converged:+.0%}",
+                ]
+            )
+    columns = ["", "loss", "difference", "p", "verdict", "speed", "memory", "tokens to the baseline's loss"]
+    return markdown(columns, rows)
+
+
+def short() -> str:
+    """The same for the README."""
+    rows = [
+        [name(label), loss_of(variant), *difference(variant["difference"]), ratio(variant["speed"])]
+        for label, variant in variants("text").items()
+        if label in ("full", "near-far", "local:window=0", *PAPERS)
+    ]
+    return markdown(["", "loss", "difference", "p", "speed"], rows)
+
+
+def against() -> str:
+    """Every other mechanism against near-far."""
+    all_losses = {label: losses(variant) for label, variant in variants("text").items()}
+    found = compare(all_losses.pop("near-far"), all_losses)
+    kept = [label for label, variant in variants("text").items() if variant["ablation"] is None]
+    rows = [[name(label), *difference(found[label])] for label in kept if label in found]
+    return markdown(["", "difference to near-far", "p"], rows)
+
+
+def ablations() -> str:
+    """Each ablation against its whole mechanism, corrected over the ablations of all."""
+    found = variants("text")
+    recalled = variants("recall")
+    tested: dict[str, Difference] = {}
+    parts = {label: variant["mechanism"] for label, variant in found.items() if variant["ablation"]}
+    for label, whole in parts.items():
+        tested[label] = compare(losses(found[whole]), {label: losses(found[label])})[label]
+    known = {label: one.p for label, one in tested.items() if one.p is not None}
+    corrected = dict(zip(known, holm(list(known.values())), strict=True))
+    rows = []
+    for whole in (*PAPERS, "near-far"):
+        mine = [label for label, mechanism in parts.items() if mechanism == whole]
+        for label in (whole, *mine):
+            variant, own = found[label], tested.get(label)
+            rows.append(
+                [
+                    label,
+                    loss_of(variant),
+                    *difference(variant["difference"]),
+                    *difference(None if own is None else replace(own, p_holm=corrected[label])),
+                    accuracy(recalled[label]),
+                ]
+            )
+    columns = ["", "loss", "to full", "p", "to the whole mechanism", "p", "recall"]
+    return markdown(columns, rows)
+
+
+def test() -> str:
+    """The text that nothing was chosen by."""
+    told = json.loads((HERE / "text" / "test.json").read_text(encoding="utf-8"))["losses"]
+    by_label = {label: {int(seed): loss for seed, loss in seeds.items()} for label, seeds in told.items()}
+    found = compare(by_label["full"], {label: seeds for label, seeds in by_label.items() if label != "full"})
+    rows = []
+    for label in sorted(by_label, key=lambda label: interval(list(by_label[label].values())).mean or 0.0):
+        told_loss = loss_of({"runs": [], "loss": vars(interval(list(by_label[label].values())))})
+        rows.append([name(label), told_loss, *difference(found.get(label))])
+    return markdown(["", "loss on the test split", "difference", "p"], rows)
+
+
+def start() -> str:
+    before = variants("text")
+    rows = []
+    for label, variant in variants("start").items():
+        found = variant["difference"]
+        verdict = found["verdict"] if found else "baseline"
+        known = before[label]["loss"]["mean"]
+        rows.append([name(label), f"{known:.3f}", loss_of(variant), *difference(found), verdict])
+    return markdown(["", "above", "from this start", "difference", "p", "verdict"], rows)
+
+
+def late() -> str:
+    """The loss on the way: differences to the baseline at the same tokens."""
+    known = variants("late")
+    places = [250, 500, 1000]
+    size = results("late")["tokens_per_run"] // results("late")["config"]["train"]["steps"]
+    rows = []
+    for label, variant in known.items():
+        curve = {point["tokens"] // size: point for point in variant["curve"]}
+        on_the_way = [f"{curve[step]['mean']:.3f}" if step in curve else "" for step in places[:-1]]
+        verdict = variant["difference"]["verdict"] if variant["difference"] else "baseline"
+        rows.append([name(label), *on_the_way, loss_of(variant), *difference(variant["difference"]), verdict])
+    columns = ["", *(f"{step * size:,} tokens" for step in places), "difference", "p", "verdict"]
+    return markdown(columns, rows)
+
+
+def accuracy(variant: Variant) -> str:
+    found = variant["answers"]["accuracy"]
+    return f"{found['mean']:.3f} ± {found['high'] - found['mean']:.3f}"
+
+
+def recall() -> str:
+    found = [variant for variant in variants("recall").values() if variant["ablation"] is None]
+    places = [place for place in found[0]["answers"]["by_distance"] if place["first"] >= 8]
+    rows = []
+    for variant in sorted(found, key=lambda variant: -float(variant["answers"]["accuracy"]["mean"])):
+        means = {place["first"]: place["mean"] for place in variant["answers"]["by_distance"]}
+        shares = [f"{means[place['first']]:.2f}" for place in places]
+        rows.append([name(variant["label"]), accuracy(variant), *shares])
+    return markdown(["", "all", *(f"{place['first']}-{place['end'] - 1}" for place in places)], rows)
+
+
+def long() -> str:
+    """Loss by position, in bins that double."""
+    found = variants("long")
+    places = [place for place in next(iter(found.values()))["by_position"] if place["first"] >= 256]
+    rows = []
+    for label, variant in found.items():
+        means = {place["first"]: place["mean"] for place in variant["by_position"]}
+        by_place = [f"{means[place['first']]:.3f}" for place in places]
+        tokens = [run["tokens"] for run in variant["runs"] if run["state"] == "finished"]
+        trained = f"{sum(tokens) / len(tokens):,.0f}"
+        rows.append([name(label), trained, loss_of(variant), *difference(variant["difference"]), *by_place])
+    bins = [f"{place['first']:,}-{place['end'] - 1:,}" for place in places]
+    return markdown(["", "tokens", "loss", "difference", "p", *bins], rows)
+
+
+def papers() -> str:
+    return (HERE / "text" / "papers.md").read_text(encoding="utf-8").strip()
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    table.__name__: table
+    for table in (text, short, against, ablations, test, start, late, recall, long, papers)
+}
+
+
+def filled(page: str) -> str:
+    """The page with every table as the results have it."""
+
+    def table(match: re.Match[str]) -> str:
+        return f"{match[1]}\n{TABLES[match[2]]()}\n\n{match[3]}"
+
+    return re.sub(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", table, page, flags=re.DOTALL)
+
+
+def take(study: Path) -> None:
+    """The results of a study's parts, and of their figures those that a page shows."""
+    pages = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    for part in PARTS:
+        if not (study / part / "results.json").exists():
+            continue
+        shown = set(re.findall(rf"findings/{part}/([\w-]+\.svg)", pages))
+        (HERE / part).mkdir(exist_ok=True)
+        for old in (HERE / part).glob("*.svg"):
+            old.unlink()
+        with tempfile.TemporaryDirectory() as folder:
+            for path in publish(study / part, folder):
+                if path.suffix != ".svg" or path.name in shown:
+                    shutil.copy(path, HERE / part / path.name)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--publish", type=Path, metavar="STUDY", help="the folder of a study's parts")
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args()
+    if options.publish:
+        take(options.publish)
+    stale = []
+    for path in PAGES:
+        page = path.read_text(encoding="utf-8")
+        if filled(page) != page:
+            stale.append(path.name)
+            if not options.check:
+                write_text(path, filled(page))
+    if options.check and stale:
+        sys.exit(f"tables of {', '.join(stale)} are not what the results say; run docs/findings/tables.py")
+
+
+if __name__ == "__main__":
+    main()
