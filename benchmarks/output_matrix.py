@@ -39,7 +39,7 @@ def held_back(start: float, rate: float) -> Iterator[None]:
 
     def make(decoder: Decoder, settings: TrainConfig) -> torch.optim.AdamW:
         optimizer = make_optimizer(decoder, settings)
-        held = {id(layer.attention.o_proj.weight) for layer in decoder.layers}
+        held = {id(p) for name, p in decoder.named_parameters() if "o_proj" in name}
         for group in list(optimizer.param_groups):
             mine = [p for p in group["params"] if id(p) in held]
             if mine:
