@@ -72,7 +72,7 @@ study-long: $(READY)
 # Whether a lead lasts: four times the tokens.
 study-late: $(READY)
 	$(BIN)/headgate prepare "$(TEXT)" $(STUDY)/text-data $(TOKENS)
-	$(BIN)/headgate compare near-far near-far:gate=constant,window=1024 local:window=0 --recipe study \
+	$(BIN)/headgate compare near-far local:window=0 --recipe study \
 		--data $(STUDY)/text-data --out $(STUDY)/late --seeds $(LONG_SEEDS) --no-cost \
 		train.steps=1000 train.evaluate_every=100 $(SETTINGS)
 

@@ -4,9 +4,10 @@
     g_i = sigmoid(W_g x_i + b_g)                      one value per head; sigmoid(b_g) = start
     out_i^h = g_i^h * attention of q_i^h over its reach
 
-The mechanism that docs/findings.md arrives at: early in training attention disturbs more than it helps, and a
-gate that starts nearly closed keeps it out until it helps. The heads of the first half of the key-value heads
-are near, those of the others far; with one key-value head all are far. Cost and cache are bounded by F.
+The mechanism that docs/findings.md arrives at: a gate that starts nearly closed makes what attention puts out
+quiet and slow to learn, which early in training is worth more than any pattern of keys. The first half of the
+key-value heads are near, the others far, each with its query heads; if there is one, it is far. Cost and
+cache are bounded by F.
 """
 
 import math
