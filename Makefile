@@ -51,7 +51,7 @@ study-text: $(READY)
 # The same from a start that suits plain attention: embeddings that are large beside what attention adds to them.
 study-start: $(READY)
 	$(BIN)/headgate prepare "$(TEXT)" $(STUDY)/text-data $(TOKENS)
-	$(BIN)/headgate compare dynamic-sparse near-far near-far:constant-gate local:window=0 --recipe study \
+	$(BIN)/headgate compare dynamic-sparse near-far local:window=0 --recipe study \
 		--data $(STUDY)/text-data --out $(STUDY)/start --seeds $(SEEDS) --no-cost \
 		model.tied_embeddings=false model.embedding_deviation=1 $(SETTINGS)
 

@@ -1,11 +1,13 @@
 """The runs of a study judged by the test split, which nothing was chosen by.
 
-    python benchmarks/test_split.py runs/study/text docs/findings/text/test.json [--tokens 65536]
+    python benchmarks/test_split.py runs/study/text docs/findings/text/test.json [--tokens 16384]
 
 Writes the loss of each variant and seed: of the last checkpoint, on the first tokens of the split.
+Run again, it goes on.
 """
 
 import argparse
+import json
 from pathlib import Path
 
 from headgate.config import write_json
@@ -20,22 +22,25 @@ def main() -> None:
     )
     parser.add_argument("study", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--tokens", type=int, default=65_536)
+    parser.add_argument("--tokens", type=int, default=16_384)
     parser.add_argument("--ablations", action="store_true", help="the ablations too")
     options = parser.parse_args()
     keep_memory()
-    losses: dict[str, dict[int, float]] = {}
+    losses: dict[str, dict[str, float]] = {}
+    if options.out.exists():
+        told = json.loads(options.out.read_text(encoding="utf-8"))
+        losses = told["losses"] if told["tokens"] == options.tokens else {}
     for variant in read_study(options.study)["variants"]:
         if variant["ablation"] and not options.ablations:
             continue
-        label = variant["label"]
-        losses[label] = {}
+        known = losses.setdefault(variant["label"], {})
         for run in variant["runs"]:
-            if run["state"] == "finished":
+            seed = str(run["seed"])
+            if run["state"] == "finished" and seed not in known:
                 told = evaluate_run(options.study / run["folder"], split="test", tokens=options.tokens)
-                losses[label][run["seed"]] = told["loss"]
-        print(f"{label:40}", *(f"{loss:.4f}" for loss in losses[label].values()), flush=True)
-    write_json(options.out, {"tokens": options.tokens, "losses": losses})
+                known[seed] = told["loss"]
+                write_json(options.out, {"tokens": options.tokens, "losses": losses})
+        print(f"{variant['label']:40}", *(f"{loss:.4f}" for loss in known.values()), flush=True)
 
 
 if __name__ == "__main__":
