@@ -65,15 +65,15 @@ class Candidate(NearFar):
 
 
 NAMES = [
-    *(f"near-far:start={start}" for start in (0.005, 0.02, 0.12)),
-    "candidate",
     "candidate:smear=split",
-    "candidate:smear=split,start=0.5",
-    "candidate:smear=half",
     "candidate:channels=true",
-    "candidate:channels=true,start=0.5",
     "local+full",
     "local:global_tokens=4",
+    "near-far:start=0.02",
+    "near-far:start=0.12",
+    "candidate:smear=half",
+    "candidate:smear=split,start=0.5",
+    "candidate:channels=true,start=0.5",
 ]
 
 
