@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 
 NATIVE := $(wildcard headgate/ops/native/*.cpp headgate/ops/native/*.h)
 
-.PHONY: demo study study-text study-start study-recall study-long study-late test test-gpu lint sanitize clean
+.PHONY: demo study study-text study-start study-recall study-long test test-gpu lint sanitize clean
 .DELETE_ON_ERROR:
 
 $(READY): pyproject.toml setup.py constraints.txt headgate/version.py $(NATIVE)
@@ -40,7 +40,7 @@ ABLATIONS ?= dynamic-sparse:no-gate dynamic-sparse:fixed-window dynamic-sparse:n
 	context-adaptive:no-gate context-adaptive:local-only context-adaptive:global-only context-adaptive:fixed-width \
 	sparse-geometric:no-geometric sparse-geometric:fixed-pattern sparse-geometric:neither \
 	near-far:no-gate near-far:constant-gate near-far:half-open near-far:near-only near-far:gate=constant,window=1024
-study: study-text study-recall study-start study-long study-late
+study: study-text study-recall study-start study-long
 
 # Loss at equal tokens, and cost, of every mechanism and ablation.
 study-text: $(READY)
@@ -68,13 +68,6 @@ study-long: $(READY)
 		--data $(STUDY)/long-data --out $(STUDY)/long --seeds $(LONG_SEEDS) --budget seconds --no-cost \
 		train.context=8192 train.steps=24 train.warmup_steps=3 train.evaluate_every=12 train.evaluate_tokens=65536 \
 		$(SETTINGS)
-
-# Whether a lead lasts: four times the tokens.
-study-late: $(READY)
-	$(BIN)/headgate prepare "$(TEXT)" $(STUDY)/text-data $(TOKENS)
-	$(BIN)/headgate compare near-far local:window=0 --recipe study \
-		--data $(STUDY)/text-data --out $(STUDY)/late --seeds $(LONG_SEEDS) --no-cost \
-		train.steps=1000 train.evaluate_every=100 $(SETTINGS)
 
 # Half of the tests run beside the other half, which takes little more than half of the time on two cores.
 BESIDE ?= tests/data tests/train tests/study tests/report

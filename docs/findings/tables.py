@@ -26,7 +26,7 @@ from headgate.study.tables import loss_of, p_value, ratio, signed
 
 HERE = Path(__file__).parent
 PAGES = (HERE.parent / "findings.md", HERE.parents[1] / "README.md")
-PARTS = ("text", "start", "recall", "long", "late")
+PARTS = ("text", "start", "recall", "long")
 PAPERS = ("dynamic-sparse", "head-gated", "context-adaptive", "sparse-geometric")
 NAMES = {
     "local:window=0": "the token alone (`local:window=0`)",
@@ -160,21 +160,6 @@ def start() -> str:
     return markdown(["", "above", "from this start", "difference", "p", "verdict"], rows)
 
 
-def late() -> str:
-    """The loss on the way: differences to the baseline at the same tokens."""
-    known = variants("late")
-    places = [250, 500, 1000]
-    size = results("late")["tokens_per_run"] // results("late")["config"]["train"]["steps"]
-    rows = []
-    for label, variant in known.items():
-        curve = {point["tokens"] // size: point for point in variant["curve"]}
-        on_the_way = [f"{curve[step]['mean']:.3f}" if step in curve else "" for step in places[:-1]]
-        verdict = variant["difference"]["verdict"] if variant["difference"] else "baseline"
-        rows.append([name(label), *on_the_way, loss_of(variant), *difference(variant["difference"]), verdict])
-    columns = ["", *(f"{step * size:,} tokens" for step in places), "difference", "p", "verdict"]
-    return markdown(columns, rows)
-
-
 def accuracy(variant: Variant) -> str:
     found = variant["answers"]["accuracy"]
     return f"{found['mean']:.3f} ± {found['high'] - found['mean']:.3f}"
@@ -211,8 +196,7 @@ def papers() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    table.__name__: table
-    for table in (text, short, against, ablations, test, start, late, recall, long, papers)
+    table.__name__: table for table in (text, short, against, ablations, test, start, recall, long, papers)
 }
 
 
@@ -231,13 +215,15 @@ def take(study: Path) -> None:
     for part in PARTS:
         if not (study / part / "results.json").exists():
             continue
-        shown = set(re.findall(rf"findings/{part}/([\w-]+\.svg)", pages))
+        kept = {"results.json", "results.md", *re.findall(rf"findings/{part}/([\w-]+\.svg)", pages)}
+        if part == "text":
+            kept.add("papers.md")
         (HERE / part).mkdir(exist_ok=True)
         for old in (HERE / part).glob("*.svg"):
             old.unlink()
         with tempfile.TemporaryDirectory() as folder:
             for path in publish(study / part, folder):
-                if path.suffix != ".svg" or path.name in shown:
+                if path.name in kept:
                     shutil.copy(path, HERE / part / path.name)
 
 
