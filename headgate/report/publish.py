@@ -14,7 +14,15 @@ from headgate.report.collect import read_study
 from headgate.report.figures import figures
 
 WIDTH = 640
-
+LEGEND = {
+    "title": None,
+    "symbolOpacity": 1,
+    "orient": "bottom",
+    "columns": 3,
+    "symbolLimit": 0,
+    "labelLimit": 0,
+}
+"""Below the figure and whole, however many variants a study has."""
 
 OF_A_RUN = ("seed", "state", "reason", "loss", "tokens", "bits_per_byte")
 """What is kept of it."""
@@ -58,5 +66,5 @@ def standing_alone(spec: Mapping[str, Any]) -> dict[str, Any]:
     for channels in layers:
         for channel in ("color", "strokeDash", "shape"):
             if channels.get(channel, {}).get("field") == "label" and not named:
-                channels[channel]["legend"] = {"title": None, "symbolOpacity": 1}
+                channels[channel]["legend"] = LEGEND
     return drawing
