@@ -120,6 +120,23 @@ class Mechanism(nn.Module):
         """Whether it has a gate that `skipping` can follow."""
         return False
 
+    def followed(self, gate: Tensor, *, down: bool = False, up: bool = False) -> Tensor:
+        """The gate (B,Tq,H) as it is used: a probe sees it, and inside `skipping` what is less than the
+        threshold away from 0 (`down`) or from 1 (`up`) is set to it."""
+        self.observe("gate", gate)
+        if not self.skip_below:
+            return gate
+        ends = []
+        if down:
+            gate = gate.masked_fill(gate < self.skip_below, 0.0)
+            ends.append(gate == 0)
+        if up:
+            gate = gate.masked_fill(gate > 1 - self.skip_below, 1.0)
+            ends.append(gate == 1)
+        if self.observed:
+            self.observe("skipped", torch.stack(ends, -1))
+        return gate
+
     def is_skipping(self, q: Tensor) -> bool:
         """Whether what weighs nothing is not to be computed: for single tokens, where there is no
         gradient."""
@@ -285,13 +302,6 @@ def skipping(model: nn.Module, below: float) -> Iterator[None]:
     finally:
         for mechanism, earlier in zip(mechanisms, before, strict=True):
             mechanism.skip_below = earlier
-
-
-def rounded(gate: Tensor, below: float, *, down: bool, up: bool) -> Tensor:
-    """The gate with values less than `below` away from 0 (`down`) or from 1 (`up`) set to it."""
-    if down:
-        gate = gate.masked_fill(gate < below, 0.0)
-    return gate.masked_fill(gate > 1 - below, 1.0) if up else gate
 
 
 def opened(logits: Tensor) -> Tensor:

@@ -34,7 +34,6 @@ from headgate.mechanisms.base import (
     opened,
     register,
     require_all_keys,
-    rounded,
     window_pairs,
 )
 from headgate.ops import reference
@@ -103,12 +102,7 @@ class ContextAdaptive(Mechanism):
             return self._global(q, k, v)
         if self.gate is None:
             return (self._local(x, q, k, v, start) + self._global(q, k, v)) / 2
-        gate = self._gate(x)
-        self.observe("gate", gate)
-        if self.skip_below:
-            gate = rounded(gate, self.skip_below, down=True, up=True)
-            if self.observed:
-                self.observe("skipped", torch.stack([gate == 0, gate == 1], -1))
+        gate = self.followed(self._gate(x), down=True, up=True)
         long = q.shape[2] > RECOMPUTED * o.max_window
         if long and torch.is_grad_enabled() and not self.observed:
             everything = self._global(q, k, v)

@@ -25,7 +25,6 @@ from headgate.mechanisms.base import (
     open_gate,
     opened,
     register,
-    rounded,
     window_pairs,
 )
 from headgate.ops import reference
@@ -61,7 +60,7 @@ class DynamicSparse(Mechanism):
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0) -> Tensor:
         o = self.options
-        gate = self._gate(x)
+        gate = None if self.gate is None else self.followed(opened(self.gate(x)), down=True)
         if gate is not None and self.is_skipping(q):
             attended, _ = ops.active_attention(
                 q, k, v, gate[:, 0] > 0, window=o.window, dense_prefix=o.dense_prefix, start=start
@@ -82,16 +81,6 @@ class DynamicSparse(Mechanism):
             q, k, v, window=o.window, dense_prefix=o.dense_prefix, start=start
         )
         return attended if self.gate is None else head_weights(self.gate(x).sigmoid()) * attended
-
-    def _gate(self, x: Tensor) -> Tensor | None:
-        if self.gate is None:
-            return None
-        gate = opened(self.gate(x))
-        self.observe("gate", gate)
-        if self.skip_below:
-            gate = rounded(gate, self.skip_below, down=True, up=False)
-            self.observe("skipped", gate == 0)
-        return gate
 
     def open(self) -> float:
         if self.gate is not None:

@@ -26,7 +26,6 @@ from headgate.mechanisms.base import (
     open_gate,
     opened,
     register,
-    rounded,
     window_pairs,
 )
 from headgate.ops import reference
@@ -67,13 +66,9 @@ class HeadGated(Mechanism):
         openness: Tensor | float = 0.5
         active = None
         if self.gate is not None:
-            gate = opened(self.gate(x))
-            self.observe("gate", gate)
-            if self.skip_below:
-                # Only upwards: the keys of the window belong to the global branch too, so a closed local
-                # branch would save nothing.
-                gate = rounded(gate, self.skip_below, down=False, up=True)
-                self.observe("skipped", gate == 1)
+            # Only upwards: the keys of the window belong to the global branch too, so a closed local branch
+            # would save nothing.
+            gate = self.followed(opened(self.gate(x)), up=True)
             openness = 1 - head_weights(gate)
             active = gate[:, 0] < 1 if self.is_skipping(q) else None
         local, local_lse = ops.span_attention(q, k, v, window=o.window, start=start)

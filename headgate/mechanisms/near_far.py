@@ -29,7 +29,6 @@ from headgate.mechanisms.base import (
     open_gate,
     opened,
     register,
-    rounded,
     window_pairs,
 )
 from headgate.ops import reference
@@ -110,16 +109,8 @@ class NearFar(Mechanism):
 
     def _gate(self, x: Tensor) -> Tensor | None:
         if self.constant is not None:
-            gate = opened(self.constant).expand(*x.shape[:2], -1)
-        elif self.gate is not None:
-            gate = opened(self.gate(x))
-        else:
-            return None
-        self.observe("gate", gate)
-        if self.skip_below:
-            gate = rounded(gate, self.skip_below, down=True, up=False)
-            self.observe("skipped", gate == 0)
-        return gate
+            return self.followed(opened(self.constant).expand(*x.shape[:2], -1), down=True)
+        return None if self.gate is None else self.followed(opened(self.gate(x)), down=True)
 
     @property
     def skips(self) -> bool:

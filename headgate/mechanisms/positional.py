@@ -38,14 +38,16 @@ class Positional(Mechanism):
             parameter.zero_()
 
     def log_prior(self, distances: int) -> Tensor:
-        """log(P_h(d) + 1e-6) for the distances d = 0, 1, ...: (H,distances)."""
-        d = torch.arange(distances, device=self.mean.device, dtype=self.mean.dtype)
-        z = (torch.log2(1 + d)[:, None, None] - self.mean) / self.log_std.exp()  # (distances,H,4)
+        """log(P_h(d) + 1e-6) for the distances d = 0, 1, ...: (H,distances), in fp32 at least: bf16 has no
+        whole numbers beyond 256, and a distance's gradient is a sum over all queries."""
+        d = torch.arange(distances, device=self.mean.device)
+        u = torch.log2(1 + d.to(torch.promote_types(self.mean.dtype, torch.float32)))
+        z = (u[:, None, None] - self.mean) / self.log_std.exp()  # (distances,H,4)
         density = torch.exp(-z.square() / 2) / (self.log_std.exp() * math.sqrt(2 * math.pi))
         return ((density * self.weight.softmax(-1)).sum(-1) + 1e-6).log().T
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0) -> Tensor:
-        return ops.distance_biased_attention(q, k, v, self.log_prior(k.shape[2]).to(q.dtype), start=start)
+        return ops.distance_biased_attention(q, k, v, self.log_prior(k.shape[2]), start=start)
 
     def reference(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0) -> Tensor:
         i, j = reference.positions(q, k, start)

@@ -29,7 +29,7 @@ def logits(q: Tensor, k: Tensor) -> Tensor:
 def attend(scores: Tensor, allowed: Tensor, q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Softmax over the allowed pairs: the output (B,H,Tq,D) and the log-sum-exp of the scores (B,H,Tq)."""
     scores = scores.masked_fill(~allowed, -math.inf)
-    return scores.softmax(-1) @ per_head(q, v), scores.logsumexp(-1)
+    return scores.softmax(-1).to(v.dtype) @ per_head(q, v), scores.logsumexp(-1)
 
 
 def in_span(

@@ -308,6 +308,23 @@ def test_gradcheck_of_the_torch_path(keys: int, options: dict[str, int]) -> None
     assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
 
 
+@pytest.mark.parametrize("queries", [1, 90])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_log_weight_of_another_dtype(fast_backend: str, dtype: torch.dtype, queries: int) -> None:
+    """As autocast leaves it beside heads in fp32."""
+    chosen = case(queries=queries, keys=90, window=5, ring=40)
+    assert chosen.weight is not None
+    chosen.weight = chosen.weight.to(dtype).float()  # the same numbers in both
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, ring_log_weight: Tensor, **options: Any) -> Any:
+        return span_attention(q, k, v, ring_log_weight=ring_log_weight.to(dtype), **options)
+
+    same, found = (chosen.run(f, backend=fast_backend) for f in (span_attention, attend))
+    for name in same:
+        rounding = torch.finfo(dtype).eps if name == "d_weight" else 0.0
+        torch.testing.assert_close(found[name], same[name], rtol=rounding, atol=0.0)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("window", [None, 20])
 def test_other_dtypes_take_the_torch_path(dtype: torch.dtype, window: int | None) -> None:

@@ -53,7 +53,7 @@ def forward(
 ) -> None:
     """With `active` (B,H), and one query, the other heads are not computed."""
     q, k, v = rows(q), rows(k), rows(v)
-    weight = None if ring_log_weight is None else ring_log_weight.contiguous()
+    weight = _numbers(ring_log_weight)
     call = new_call(q, k, window, dense_prefix, global_tokens, ring, start)
     call.q, call.k, call.v, call.out = view(q), view(k), view(v), view(out)
     call.lse, call.ring_log_weight, call.active = lse.data_ptr(), _pointer(weight), _pointer(active)
@@ -80,9 +80,7 @@ def backward(
     d_weight: Tensor,
 ) -> None:
     q, k, v, out, d_out = rows(q), rows(k), rows(v), rows(out), rows(d_out)
-    weight = None if ring_log_weight is None else ring_log_weight.contiguous()
-    d_lse = None if d_lse is None else d_lse.contiguous()
-    lse = lse.contiguous()
+    weight, d_lse, lse = _numbers(ring_log_weight), _numbers(d_lse), lse.contiguous()
     call = new_call(q, k, window, dense_prefix, global_tokens, ring, start)
     call.q, call.k, call.v, call.out, call.d_out = view(q), view(k), view(v), view(out), view(d_out)
     call.d_q, call.d_k, call.d_v = view(d_q), view(d_k), view(d_v)
@@ -113,6 +111,11 @@ def rows(t: Tensor) -> Tensor:
 
 def view(t: Tensor) -> View:
     return View(t.data_ptr(), *t.stride()[:3])
+
+
+def _numbers(t: Tensor | None) -> Tensor | None:
+    """A number a query as the kernels read it; under autocast a log-weight comes in half precision."""
+    return None if t is None else t.to(torch.float32).contiguous()
 
 
 def _pointer(t: Tensor | None) -> int | None:
