@@ -1,4 +1,5 @@
-"""What was tried beside near-far, one seed each: smeared keys, a gate for every channel, other starts.
+"""What was tried beside near-far, one seed each: smeared keys, a gate for every channel, other starts, first
+tokens kept beside a window, pair gates on a window.
 
     python benchmarks/candidates.py --data runs/study/text-data --out runs/study/candidates [--only smear]
 
@@ -17,9 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from headgate import ops
 from headgate.config import override
-from headgate.mechanisms.base import Heads, opened, register
+from headgate.mechanisms.base import Heads, head_weights, opened, register
 from headgate.mechanisms.near_far import NearFar, NearFarOptions
+from headgate.mechanisms.sparse_geometric import SparseGeometric, SparseGeometricOptions
 from headgate.ops.native.memory import keep_memory
 from headgate.recipes import get_recipe
 from headgate.train.loop import train
@@ -64,6 +67,59 @@ class Candidate(NearFar):
         return opened(gate(x)).unflatten(-1, q.shape[1::2]).transpose(1, 2) * attended
 
 
+@dataclass(frozen=True)
+class SinksOptions(NearFarOptions):
+    tokens: int = 4
+    """First tokens of the sequence that every token sees beside its window."""
+
+
+@register("sinks")
+class Sinks(NearFar):
+    """A head gate over a window and the first tokens."""
+
+    Options = SinksOptions
+    options: SinksOptions
+
+    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0) -> Tensor:
+        o = self.options
+        attended = ops.window_attention(q, k, v, o.window, global_tokens=o.tokens, start=start)
+        gate = self._gate(x)
+        return attended if gate is None else head_weights(gate) * attended
+
+
+@dataclass(frozen=True)
+class PairWindowOptions(SparseGeometricOptions):
+    start: float = 1.0
+    """What the output is multiplied by, a learned number of each head that starts here."""
+
+
+@register("pair-window")
+class PairWindow(SparseGeometric):
+    """Pair gates in log space on the keys of a window."""
+
+    Options = PairWindowOptions
+    options: PairWindowOptions
+
+    def __init__(self, heads: Heads, options: PairWindowOptions) -> None:
+        super().__init__(heads, options)
+        self.size = nn.Parameter(torch.empty(heads.n_heads, 1, 1))
+
+    def initialise(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
+        if name == "size":
+            parameter.fill_(self.options.start)
+        else:
+            super().initialise(name, parameter, generator)
+
+    def forward(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0, state: Tensor | None = None
+    ) -> Tensor:
+        halves = self._query_half(q), self.key_state(k)
+        assert halves[1] is not None
+        return self.size * ops.pair_gated_attention(
+            self._scaled(q), k, v, *halves, self.w2, self.b2, form="log", window=self.options.window
+        )
+
+
 NAMES = [
     "candidate:smear=split",
     "candidate:channels=true",
@@ -74,6 +130,10 @@ NAMES = [
     "candidate:smear=half",
     "candidate:smear=split,start=0.5",
     "candidate:channels=true,start=0.5",
+    "sinks",
+    "sinks:start=0.5",
+    "pair-window",
+    "pair-window:start=0.05",
 ]
 
 

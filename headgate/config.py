@@ -10,7 +10,8 @@ import math
 import os
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -305,6 +306,31 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 def write_json(path: str | os.PathLike[str], values: Any) -> None:
     """Write plain values as JSON, whole or not at all; a number that is not finite is an error."""
     write_text(path, json.dumps(values, indent=2, allow_nan=False) + "\n")
+
+
+@contextmanager
+def locked(folder: Path, doing: str) -> Iterator[None]:
+    """Keep every other process out of a folder, which is made if it is missing, while it is being `doing`.
+
+    The lock is this process's own, so it ends with it however it ends; the file of it is then of no account.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / ".lock"
+    with path.open("w") as file:
+        try:
+            import fcntl
+
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except ImportError:
+            pass  # no such locks on this system
+        except BlockingIOError:
+            raise HeadgateError(
+                f"{str(folder)!r} is being {doing} by another process; wait for it or stop it"
+            ) from None
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def finite(value: Any) -> Any:

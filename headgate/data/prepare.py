@@ -12,7 +12,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -101,7 +101,7 @@ def prepare(request: Request, out: str | os.PathLike[str], *, workers: int | Non
     except OSError as error:
         raise HeadgateError(f"folder {str(folder)!r} cannot be made: {error.strerror}") from error
     try:
-        with _locked(folder):
+        with config.locked(folder, "prepared"):
             return _prepare(request, source, folder, workers or cores())
     except OSError as error:
         raise HeadgateError(
@@ -330,27 +330,6 @@ def _append(
             text_bytes=int(encoded.sizes[mine].sum()),
         )
     return int(repeats.sum())
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Keep a second prepare out of the folder. The lock is the process's own, so it ends with the process."""
-    path = folder / ".lock"
-    with path.open("w") as file:
-        try:
-            import fcntl
-
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except ImportError:
-            pass  # no such locks on this system
-        except BlockingIOError:
-            raise HeadgateError(
-                f"{str(folder)!r} is being prepared by another process; wait for it"
-            ) from None
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
 
 
 def _remove(folder: Path, *names: str) -> None:

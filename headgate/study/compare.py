@@ -115,13 +115,16 @@ class StudyFolder:
         config.save(base, self.path / "config.json")
         config.save(study, self.path / "study.json")
 
+    def refuse_strangers(self) -> None:
+        taken = self.path.exists() and (
+            not self.path.is_dir() or any(child.name != ".lock" for child in self.path.iterdir())
+        )
+        if taken and not self.begun:
+            raise HeadgateError(f"{str(self.path)!r} is taken and holds no study.json; choose another folder")
+
     def claim(self, asked: Study, base: Config) -> Study:
         """Make the folder this study's, or extend the study that it holds by what is new."""
         if not self.begun:
-            if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
-                raise HeadgateError(
-                    f"{str(self.path)!r} is taken and holds no study.json; choose another folder"
-                )
             self.write(asked, base)
             return asked
         before, before_base = self.read()
@@ -193,9 +196,10 @@ def run_study(
         settings=tuple(overrides),
     )
     folder = StudyFolder(out)
-    study = folder.claim(asked, base)
-    at_once = options.jobs or max(1, cores() // study.threads)
-    with StudyDisplay() as display:
+    folder.refuse_strangers()
+    with config.locked(folder.path, "compared"), StudyDisplay() as display:
+        study = folder.claim(asked, base)
+        at_once = options.jobs or max(1, cores() // study.threads)
         if study.budget == "seconds":
             study = _share_out_seconds(folder, study, base, display)
         failed = run_jobs(folder, study, base, at_once, display)

@@ -13,8 +13,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -145,23 +144,6 @@ class RunFolder:
     def init(self) -> InitRecord | None:
         path = self.path / "init.json"
         return config.load(InitRecord, path) if path.is_file() else None
-
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Keep a second process out. The lock is this process's, so it ends with it however it ends."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / ".lock").open("w") as file:
-            try:
-                import fcntl
-
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except ImportError:
-                pass  # no such locks on this system
-            except BlockingIOError:
-                raise HeadgateError(
-                    f"{str(self.path)!r} is being trained by another process; wait for it or stop it"
-                ) from None
-            yield
 
     def open_metrics(self, step: int) -> None:
         """Go on with the metrics after `step`: what is told of later steps, and a torn line, is cut off."""

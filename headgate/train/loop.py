@@ -382,7 +382,7 @@ def _claim(
         if begun is not None:
             checkpoint.check_init(Path(begun.file), decoder)
         run.refuse_strangers()
-        stack.enter_context(run.locked())
+        stack.enter_context(config.locked(run.path, "trained"))
         run.claim(asked, record, begun)
         run.sweep()
         steps = checkpoint.saved_steps(run)

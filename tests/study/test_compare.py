@@ -162,6 +162,8 @@ def test_interrupted_and_resumed_it_is_the_same(
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.02)
+    with pytest.raises(HeadgateError, match="is being compared by another process; wait for it or stop it"):
+        run_study(names, data, out, settings, options)
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors

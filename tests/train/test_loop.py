@@ -99,7 +99,7 @@ def test_a_run_learns_and_tells_all_it_should(data: Path, micro: Config, tmp_pat
     assert summary["versions"]["torch"] == torch.__version__
     assert summary["tokens_per_second"] > 0
     assert read_config(run) == changed(micro, steps=60)
-    assert sorted(p.name for p in run.iterdir() if p.name != ".lock") == [
+    assert sorted(p.name for p in run.iterdir()) == [
         "checkpoints", "config.json", "data.json", "metrics.jsonl", "summary.json", "tokenizer.json"
     ]  # fmt: skip
 
@@ -282,8 +282,8 @@ def test_a_folder_of_something_else_is_refused(data: Path, micro: Config, tmp_pa
 
 def test_only_one_process_trains_a_folder(data: Path, micro: Config, tmp_path: Path) -> None:
     script = (
-        "import sys\nfrom headgate.train.folder import RunFolder\n"
-        "with RunFolder(sys.argv[1]).locked():\n    print('locked', flush=True)\n    sys.stdin.read()\n"
+        "import sys\nfrom pathlib import Path\nfrom headgate.config import locked\n"
+        "with locked(Path(sys.argv[1]), 'trained'):\n    print('locked', flush=True)\n    sys.stdin.read()\n"
     )
     other = subprocess.Popen(
         [sys.executable, "-c", script, str(tmp_path / "run")],
