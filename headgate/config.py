@@ -316,21 +316,29 @@ def locked(folder: Path, doing: str) -> Iterator[None]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / ".lock"
-    with path.open("w") as file:
-        try:
-            import fcntl
+    while True:
+        with path.open("w") as file:
+            try:
+                import fcntl
 
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except ImportError:
-            pass  # no such locks on this system
-        except BlockingIOError:
-            raise HeadgateError(
-                f"{str(folder)!r} is being {doing} by another process; wait for it or stop it"
-            ) from None
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except ImportError:
+                pass  # no such locks on this system
+            except BlockingIOError:
+                raise HeadgateError(
+                    f"{str(folder)!r} is being {doing} by another process; wait for it or stop it"
+                ) from None
+            try:
+                ours = os.path.samestat(os.fstat(file.fileno()), path.stat())
+            except FileNotFoundError:
+                ours = False
+            if not ours:
+                continue  # who held it removed the file after it was opened here
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+            return
 
 
 def finite(value: Any) -> Any:

@@ -7,7 +7,9 @@ since a difference below that is not one the paper states.
 
 How a claim is judged. A measured direction counts once it is shown:
 - loss: the study's own verdict (`statistics.py`), "better" or "worse";
-- speed and convergence: the measured range leaves out "no difference";
+- speed: the measured range leaves out "no difference";
+- convergence: so does its range, and the loss itself is shown to differ, since a variant that ends lower by
+  chance has also reached the baseline's loss sooner;
 - memory, which hardly varies between runs: a ratio beyond 1%.
 A shown direction is "same direction" or "opposite". Otherwise the verdict is "no difference shown"; so it is
 for convergence where the variant never reached the baseline's final loss.
@@ -157,6 +159,8 @@ def _judge(claim: Claim, variant: Mapping[str, Any] | None) -> Judged:
         else:
             relative, low, high = found["relative"], found["low"], found["high"]
         shown = _sign(low) if _sign(low) == _sign(high) else 0
+        if claim.metric == "convergence" and variant["difference"]["verdict"] not in ("better", "worse"):
+            shown = 0
     verdict: Outcome
     if claim.direction == 0 and all(end is not None and abs(end) <= claim.error for end in (low, high)):
         verdict = "same direction"

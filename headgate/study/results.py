@@ -4,8 +4,9 @@
 results.md as a table, and the papers' figures beside it into papers.md. What the page and the terminal show
 comes from the same dictionary.
 
-Seconds are tokens times the seconds a token takes by costs.json, measured apart from training, where several
-runs share the machine; without costs they are those of the runs.
+Seconds are tokens times the seconds that a token takes the baseline by costs.json, measured apart from
+training, where several runs share the machine, over the variant's relative speed; a speed that is not shown
+to differ counts as the baseline's. Without costs they are those of the runs.
 """
 
 import json
@@ -25,7 +26,7 @@ from headgate.mechanisms.base import MECHANISMS, description
 from headgate.study import statistics
 from headgate.study.claims import CLAIMS, CONTRADICTIONS, judge
 from headgate.study.compare import Job, Study, StudyFolder, failure
-from headgate.study.costs import CostPlan, Costs
+from headgate.study.costs import Cost, CostPlan, Costs
 from headgate.study.tables import claims_markdown, conditions, headline, markdown
 from headgate.study.variants import Variant
 from headgate.train.folder import read_metrics
@@ -60,7 +61,7 @@ def collect(out: str | os.PathLike[str]) -> dict[str, Any]:
     jobs = folder.jobs(study, base)
     labels = [variant.label for variant in study.variants]
     runs = {label: [_run(job) for job in jobs if job.variant.label == label] for label in labels}
-    seconds = {label: _seconds_per_token(label, runs[label], costs, base) for label in labels}
+    seconds = {label: _seconds_per_token(label, labels[0], runs[label], costs, base) for label in labels}
     finals = {label: _losses(runs[label]) for label in labels}
     baseline, *others = labels
     differences = statistics.compare(finals[baseline], {label: finals[label] for label in others})
@@ -178,12 +179,12 @@ def _points(run: Mapping[str, Any]) -> list[tuple[float, float]]:
 
 
 def _seconds_per_token(
-    label: str, runs: Sequence[Mapping[str, Any]], costs: Costs | None, base: Config
+    label: str, baseline: str, runs: Sequence[Mapping[str, Any]], costs: Costs | None, base: Config
 ) -> float:
-    if costs is not None:
-        for cost in costs.of(label):
-            if cost.length == base.train.context:
-                return 1 / cost.tokens_per_second
+    own, reference = (_cost(one, costs, base) for one in (label, baseline))
+    if own is not None and reference is not None:
+        shown = not own.training.low <= 1 <= own.training.high
+        return 1 / (reference.tokens_per_second * (own.training.ratio if shown else 1))
     speeds = [run["tokens_per_second"] for run in runs if run["state"] == "finished"]
     return 1 / fmean(speeds) if speeds else math.nan
 
@@ -217,20 +218,23 @@ def _convergence(
     seconds: float,
     baseline_seconds: float,
 ) -> dict[str, Any] | None:
-    """Tokens, and seconds, to the loss that the baseline's same seed ended with, relative to its own."""
+    """Tokens, and seconds, to the loss that the baseline's same seed ended with, relative to its own; not
+    known where a seed was `early`: there already at its first evaluation."""
     ends = {run["seed"]: run for run in baseline if run["state"] == "finished" and run["loss"] is not None}
     shared = [run for run in runs if run["state"] == "finished" and run["seed"] in ends]
     if not shared:
         return None
     shares = []
+    early = 0
     for run in shared:
-        end = ends[run["seed"]]
-        tokens = statistics.reaches(_points(run), end["loss"])
+        end, points = ends[run["seed"]], _points(run)
+        tokens = statistics.reaches(points, end["loss"])
         if tokens is not None:
             shares.append(tokens / end["tokens"])
-    told: dict[str, Any] = {"reached": len(shares), "of": len(shared)}
+            early += tokens == points[0][0]
+    told: dict[str, Any] = {"reached": len(shares), "of": len(shared), "early": early}
     told |= dict.fromkeys(("relative", "low", "high", "tokens", "seconds"))
-    if len(shares) == len(shared):
+    if len(shares) == len(shared) and not early:
         of_tokens = statistics.interval([share - 1 for share in shares])
         told |= {"relative": of_tokens.mean, "low": of_tokens.low, "high": of_tokens.high}
         told["tokens"] = fmean(shares) * fmean(end["tokens"] for end in ends.values())
@@ -329,17 +333,22 @@ def _of_summary(folder: StudyFolder, jobs: Sequence[Job], label: str) -> dict[st
     return {"parameters": None, "mechanism_parameters": None, "flops_per_token": None, "sparsity": None}
 
 
+def _cost(label: str, costs: Costs | None, base: Config) -> Cost | None:
+    """At the training context."""
+    mine = costs.of(label) if costs else ()
+    return next((cost for cost in mine if cost.length == base.train.context), None)
+
+
 def _of_costs(label: str, costs: Costs | None, base: Config) -> dict[str, Any]:
     """Speed and memory at the training context, beside the loss."""
-    for cost in costs.of(label) if costs else ():
-        if cost.length == base.train.context:
-            speed = {"ratio": cost.training.ratio, "low": cost.training.low, "high": cost.training.high}
-            return {
-                "tokens_per_second": cost.tokens_per_second,
-                "speed": speed,
-                "memory": {"ratio": cost.peak_ratio, "bytes": cost.peak_bytes},
-            }
-    return {"tokens_per_second": None, "speed": None, "memory": None}
+    cost = _cost(label, costs, base)
+    if cost is None:
+        return {"tokens_per_second": None, "speed": None, "memory": None}
+    return {
+        "tokens_per_second": cost.tokens_per_second,
+        "speed": {"ratio": cost.training.ratio, "low": cost.training.low, "high": cost.training.high},
+        "memory": {"ratio": cost.peak_ratio, "bytes": cost.peak_bytes},
+    }
 
 
 def _own_options(variant: Variant) -> dict[str, Any]:

@@ -92,7 +92,8 @@ def convergence(told: Mapping[str, Any] | None) -> str:
     if told is None:
         return ""
     if told["relative"] is None:
-        return f"reached by {told['reached']} of {told['of']} seeds"
+        early = told["reached"] == told["of"] and told["early"]
+        return "at the first evaluation" if early else f"reached by {told['reached']} of {told['of']} seeds"
     return f"{told['relative']:+.0%} tokens"
 
 

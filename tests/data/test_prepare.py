@@ -18,6 +18,7 @@ from data_examples import Run, make_texts, tree, write_mixed, write_parquet
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headgate.config import locked
 from headgate.data import prepare as preparing
 from headgate.data import shards, workers
 from headgate.data.prepare import Request, prepare
@@ -341,7 +342,7 @@ def test_two_at_once_are_kept_apart(tmp_path: Path) -> None:
     write_mixed(tmp_path / "in")
     out = tmp_path / "out"
     out.mkdir()
-    with preparing._locked(out):
+    with locked(out, "prepared"):
         message = in_child(lambda: prepare(Request(str(tmp_path / "in"), "byte"), out, workers=1))
     assert "is being prepared by another process" in message
 

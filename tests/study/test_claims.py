@@ -173,12 +173,20 @@ SOONER = find("dynamic-sparse", "Convergence", "convergence")
     ],
 )
 def test_verdict_on_a_cost(claim: Claim, measured: dict[str, Any], expected: str) -> None:
-    (judged,) = judge([claim], [variant(claim.mechanism, **{claim.metric: measured})])
+    shown = loss("better", -0.1, -0.2, -0.05)
+    (judged,) = judge([claim], [variant(claim.mechanism, difference=shown, **{claim.metric: measured})])
     assert judged.verdict == expected
     if "ratio" in measured:
         assert judged.relative == pytest.approx(measured["ratio"] - 1)
     else:
         assert judged.relative == measured["relative"]
+
+
+def test_sooner_counts_where_the_loss_is_shown_to_differ() -> None:
+    by_chance = loss("no difference shown", -0.1, -0.2, -0.05)
+    sooner = {"relative": -0.1, "low": -0.2, "high": -0.05}
+    (judged,) = judge([SOONER], [variant(SOONER.mechanism, difference=by_chance, convergence=sooner)])
+    assert judged.verdict == "no difference shown"
 
 
 def test_a_claim_is_judged_by_its_own_variant_alone() -> None:

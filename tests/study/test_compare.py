@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -253,6 +254,47 @@ def test_equal_seconds_give_slower_variants_fewer_steps(data: Path, micro: Confi
     assert 1 <= steps["sparse-geometric"] != 40
     assert told["variants"][1]["runs"][0]["tokens"] == steps["sparse-geometric"] * 4 * 48
     assert "at equal seconds" in told["conditions"]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "low", "high", "step"), [(0.5, 0.45, 0.55, 4), (0.9, 0.8, 1.1, 8), (2.0, 1.9, 2.1, 8)]
+)
+def test_at_equal_seconds_speeds_count_by_their_ratio(
+    study: Path, tmp_path: Path, ratio: float, low: float, high: float, step: int
+) -> None:
+    """And only where it is shown to differ; seconds of different rounds of measuring are not compared."""
+    out = tmp_path / "study"
+    shutil.copytree(study, out)
+    costs = json.loads((out / "costs.json").read_text())
+    context = json.loads((out / "config.json").read_text())["train"]["context"]
+    for cost in costs["costs"]:
+        if cost["label"] == LABEL and cost["length"] == context:
+            cost["training"] = {"seconds": 1e3, "ratio": ratio, "low": low, "high": high}
+    (out / "costs.json").write_text(json.dumps(costs))
+    variant = next(v for v in collect(out)["variants"] if v["label"] == LABEL)
+    read = [point["loss"] for run in variant["runs"] for point in run["curve"] if point["step"] == step]
+    assert variant["equal_seconds"]["loss"]["mean"] == pytest.approx(sum(read) / len(read))
+
+
+def test_a_loss_reached_before_the_first_evaluation_says_nothing_of_when() -> None:
+    def run(*losses: float) -> dict[str, Any]:
+        curve = [{"tokens": 100 * (n + 1), "loss": loss} for n, loss in enumerate(losses)]
+        return {
+            "state": "finished",
+            "seed": 0,
+            "loss": losses[-1],
+            "tokens": 100 * len(losses),
+            "curve": curve,
+        }
+
+    def told(*losses: float) -> dict[str, Any]:
+        found = results_module._convergence([run(*losses)], [run(6.0, 5.0)], 1.0, 1.0)
+        assert found is not None
+        return found
+
+    assert told(5.5, 4.5)["relative"] == pytest.approx(-0.25)
+    assert (told(4.9, 4.5)["relative"], told(4.9, 4.5)["early"]) == (None, 1)
+    assert (told(5.9, 5.5)["relative"], told(5.9, 5.5)["reached"]) == (None, 0)
 
 
 def test_crossovers_are_found_by_measuring() -> None:
