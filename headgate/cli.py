@@ -412,11 +412,12 @@ def _write_report(folder: str, *, whole: bool = True, against: str | None = None
     from headgate.study.tables import print_against, print_results
 
     results = of_study.write_results(folder)
+    differences = None if against is None else of_study.against(results, against)
     page = write_page(folder)
     print_results(results)
-    if against is not None:
+    if against is not None and differences is not None:
         print()
-        print_against(against, of_study.against(results, against))
+        print_against(against, differences)
     print(f"\nthe page is {page}; results.json and results.md beside it have the numbers")
     if not whole:
         sys.exit(1)

@@ -207,6 +207,8 @@ class StudyOptions:
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "seeds", "jobs", "threads")
+        if not self.cost_seconds > 0:
+            raise HeadgateError(f"cost_seconds={self.cost_seconds} is no time to measure; give some above 0")
         parts = self.lengths.split(",") if self.lengths else []
         if not all(part.strip().isdecimal() and int(part) for part in parts):
             raise HeadgateError(

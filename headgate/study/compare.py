@@ -36,7 +36,7 @@ from headgate.study.gates import gates_on_passage
 from headgate.study.progress import StudyDisplay
 from headgate.study.skipping import can_skip, gate_skipping
 from headgate.study.variants import Variant, parse_variants
-from headgate.train.folder import DataRecord, describe_data, last_step, read_config
+from headgate.train.folder import DataRecord, check_fit, describe_data, last_step, read_config
 from headgate.train.start import named_config
 
 Budget = Literal["tokens", "seconds"]
@@ -195,6 +195,7 @@ def run_study(
         cost=CostPlan(tuple(int(part) for part in options.lengths.split(",") if part), options.cost_seconds),
         settings=tuple(overrides),
     )
+    check_fit(base, asked.data, *splits)
     folder = StudyFolder(out)
     folder.refuse_strangers()
     with config.locked(folder.path, "compared"), StudyDisplay() as display:

@@ -294,10 +294,16 @@ def _answers(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
         return None
     by_distance = []
     for bins in zip(*(answers["by_distance"] for answers in finished), strict=True):
-        shares = statistics.interval([place["accuracy"] for place in bins])
-        by_distance.append({"first": bins[0]["first"], "end": bins[0]["end"], **asdict(shares)})
-    accuracy = statistics.interval([answers["accuracy"] for answers in finished])
-    return {"accuracy": asdict(accuracy), "by_distance": by_distance}
+        shares = _share([place["accuracy"] for place in bins])
+        by_distance.append({"first": bins[0]["first"], "end": bins[0]["end"], **shares})
+    return {"accuracy": _share([answers["accuracy"] for answers in finished]), "by_distance": by_distance}
+
+
+def _share(values: Sequence[float]) -> dict[str, Any]:
+    """The mean of shares with its interval, of which there is nothing below 0 or above 1."""
+    told = asdict(statistics.interval(values))
+    ends = {end: min(1.0, max(0.0, told[end])) for end in ("low", "high") if told[end] is not None}
+    return told | ends
 
 
 def _gates(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -384,11 +390,22 @@ def _commands(folder: StudyFolder, study: Study, jobs: Sequence[Job], base: Conf
     manifest = read_manifest(study.data.folder) if Path(study.data.folder).is_dir() else None
     prepared = None
     if manifest is not None:
-        request = manifest.request
-        prepared = ["headgate", "prepare", str(request["source"]), study.data.folder]
-        prepared += ["--tokenizer", str(request["tokenizer"])]
+        prepared = ["headgate", "prepare", str(manifest.request["source"]), study.data.folder]
+        prepared += _prepare_options(manifest.request)
     runs = [["headgate", *job.command(folder.path, study.data.folder, base)] for job in jobs]
     return {"prepare": prepared, "compare": words, "runs": runs}
+
+
+def _prepare_options(request: Mapping[str, Any]) -> list[str]:
+    """What a prepared folder was asked for beside its source, where it is not the default."""
+    asked = [] if request["tokenizer"] == "recall" else ["--tokenizer", str(request["tokenizer"])]
+    splits = "/".join(map(str, request["splits"]))
+    told = {"--text-column": request.get("text_column", "text"), "--splits": splits}
+    told |= {"--max-tokens": request.get("max_tokens"), "--end-of-text": request.get("end_of_text")}
+    for option, value in told.items():
+        if value not in (None, "text", "80/10/10"):
+            asked += [option, str(value)]
+    return asked + ["--dedup"] * bool(request.get("dedup"))
 
 
 def _written(variant: Variant) -> str:

@@ -20,6 +20,7 @@ from typing import IO, Any
 
 from headgate import config
 from headgate.config import Config
+from headgate.data.loader import Windows
 from headgate.data.shards import Split, read_manifest
 from headgate.errors import HeadgateError
 from headgate.model.decoder import model_file
@@ -72,6 +73,17 @@ def describe_data(folder: str | os.PathLike[str], train: Split, val: Split) -> D
         train_tokens=train.tokens,
         val_tokens=val.tokens,
     )
+
+
+def check_fit(asked: Config, record: DataRecord, *splits: Split) -> None:
+    """Raise, before anything is written, if the model has too few entries or a split too few tokens."""
+    if record.vocab_size is not None and asked.model.vocab_size < record.vocab_size:
+        raise HeadgateError(
+            f"model.vocab_size={asked.model.vocab_size} is too small for the data, whose tokenizer has "
+            f"{record.vocab_size} entries; add model.vocab_size={record.vocab_size}"
+        )
+    for split in splits:
+        Windows(split, asked.train.context)
 
 
 class RunFolder:

@@ -38,7 +38,14 @@ from headgate.train import checkpoint
 from headgate.train.checkpoint import State
 from headgate.train.distributed import World, hold_gradients, join
 from headgate.train.evaluate import autocast, evaluate
-from headgate.train.folder import DataRecord, RunFolder, describe_data, describe_init, read_metrics
+from headgate.train.folder import (
+    DataRecord,
+    RunFolder,
+    check_fit,
+    describe_data,
+    describe_init,
+    read_metrics,
+)
 from headgate.train.optim import (
     clip_gradients,
     gradient_norm,
@@ -79,9 +86,7 @@ def train(
         share = world.share(asked.train.batch_size)
         splits = [open_split(data, name, verify=world.is_first) for name in ("train", "val")]
         record = describe_data(data, *splits)
-        _check_vocabulary(asked, record)
-        for split in splits:
-            Windows(split, asked.train.context)  # too short a split is named before anything is written
+        check_fit(asked, record, *splits)
         decoder = Decoder(asked.model, seed=asked.seed)
         run = RunFolder(out)
         if world.is_first:
@@ -411,14 +416,6 @@ def _first_weights(run: RunFolder, decoder: Decoder) -> Path | None:
         )
     checkpoint.check_init(Path(begun.file), decoder)
     return Path(begun.file)
-
-
-def _check_vocabulary(asked: Config, record: DataRecord) -> None:
-    if record.vocab_size is not None and asked.model.vocab_size < record.vocab_size:
-        raise HeadgateError(
-            f"model.vocab_size={asked.model.vocab_size} is too small for the data, whose tokenizer has "
-            f"{record.vocab_size} entries; add model.vocab_size={record.vocab_size}"
-        )
 
 
 def _step_seed(seed: int, step: int, rank: int) -> int:

@@ -229,6 +229,37 @@ def test_a_study_is_not_mixed_with_another(study: Path, micro: Config, data: Pat
         collect(tmp_path)
 
 
+def test_what_no_run_could_train_on_is_refused_before_the_first(data: Path, tmp_path: Path) -> None:
+    names, _, out, settings, options = asked(tmp_path / "out", data)
+    for setting, message in [
+        ("model.vocab_size=9", "model.vocab_size=9 is too small for the data"),
+        ("train.context=99999999", "99999999"),
+    ]:
+        with pytest.raises(HeadgateError, match=message):
+            run_study(names, data, out, [*settings, setting], options)
+        assert not out.exists()
+    with pytest.raises(HeadgateError, match="cost_seconds=0 is no time to measure"):
+        StudyOptions(cost_seconds=0)
+
+
+def test_the_page_names_the_commands_that_make_it_again() -> None:
+    options = results_module._prepare_options
+    text = {"tokenizer": "bpe:9", "text_column": "text", "splits": [80, 10, 10], "dedup": False}
+    assert options(text | {"max_tokens": None, "end_of_text": None}) == ["--tokenizer", "bpe:9"]
+    asked_for = {
+        "text_column": "body",
+        "splits": [8, 1, 1],
+        "dedup": True,
+        "max_tokens": 7,
+        "end_of_text": "!",
+    }
+    assert options(text | asked_for | {"end_of_text": "!"}) == [
+        "--tokenizer", "bpe:9", "--text-column", "body", "--splits", "8/1/1",
+        "--max-tokens", "7", "--end-of-text", "!", "--dedup",
+    ]  # fmt: skip
+    assert options({"tokenizer": "recall", "splits": [80, 10, 10], "keys": 8}) == []
+
+
 def test_any_variant_can_be_what_others_are_compared_with(
     study: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
