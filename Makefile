@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 
 NATIVE := $(wildcard headgate/ops/native/*.cpp headgate/ops/native/*.h)
 
-.PHONY: demo study study-text study-start study-recall study-long test test-gpu lint sanitize clean
+.PHONY: demo study study-text study-late study-start study-recall study-long test test-gpu lint sanitize clean
 .DELETE_ON_ERROR:
 
 $(READY): pyproject.toml setup.py constraints.txt headgate/version.py $(NATIVE)
@@ -40,6 +40,8 @@ ABLATIONS ?= dynamic-sparse:no-gate dynamic-sparse:fixed-window dynamic-sparse:n
 	context-adaptive:no-gate context-adaptive:local-only context-adaptive:global-only context-adaptive:fixed-width \
 	sparse-geometric:no-geometric sparse-geometric:fixed-pattern sparse-geometric:neither \
 	near-far:no-gate near-far:constant-gate near-far:half-open near-far:near-only near-far:gate=constant,window=1024
+# Of recall alone: far heads that reach half of its context.
+SHORT_REACH ?= near-far:stretch=4
 study: study-text study-recall study-start study-long
 
 # Loss at equal tokens, and cost, of every mechanism and ablation.
@@ -47,6 +49,14 @@ study-text: $(READY)
 	$(BIN)/headgate prepare "$(TEXT)" $(STUDY)/text-data $(TOKENS)
 	$(BIN)/headgate compare $(MECHANISMS) $(ABLATIONS) --recipe study --data $(STUDY)/text-data \
 		--out $(STUDY)/text --seeds $(SEEDS) --lengths 1024 --cost-seconds 0.3 $(SETTINGS)
+
+# Four times the tokens, at which attention pays by itself; not a part of `make study`: another hour.
+study-late: $(READY)
+	$(BIN)/headgate prepare "$(TEXT)" $(STUDY)/text-data $(TOKENS)
+	$(BIN)/headgate compare near-far local:window=0 dynamic-sparse head-gated near-far:gate=constant,window=1024 \
+		near-far:constant-gate near-far:near-only sparse-geometric context-adaptive --recipe study \
+		--data $(STUDY)/text-data --out $(STUDY)/late --seeds $(LONG_SEEDS) --no-cost \
+		train.steps=1000 train.warmup_steps=100 train.evaluate_every=100 $(SETTINGS)
 
 # The same from a start that suits plain attention: embeddings that are large beside what attention adds to them.
 study-start: $(READY)
@@ -58,7 +68,7 @@ study-start: $(READY)
 # What each can recall, by distance.
 study-recall: $(READY)
 	$(BIN)/headgate prepare $(RECALL) $(STUDY)/recall-data
-	$(BIN)/headgate compare $(MECHANISMS) $(ABLATIONS) --recipe study-recall --data $(STUDY)/recall-data \
+	$(BIN)/headgate compare $(MECHANISMS) $(ABLATIONS) $(SHORT_REACH) --recipe study-recall --data $(STUDY)/recall-data \
 		--out $(STUDY)/recall --seeds $(SEEDS) --no-cost $(SETTINGS)
 
 # Long documents at equal seconds, not tokens.

@@ -1,6 +1,7 @@
 """Is it the gate, or how the matrix behind it starts and learns? Full attention with that matrix held back.
 
     python benchmarks/output_matrix.py --data runs/study/text-data --out runs/study/output-matrix
+    python benchmarks/output_matrix.py --both ... train.steps=1000 train.warmup_steps=100    # another length
 
 A constant of 0.05 on what attention puts out is, to AdamW, an output matrix that starts at a twentieth and
 learns at a twentieth of the rate. Trains the recipe `study` with each of the two, both and neither, one after
@@ -61,12 +62,13 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[5, 6])
+    parser.add_argument("--both", action="store_true", help="held back both ways alone")
     parser.add_argument("settings", nargs="*", help="settings of the recipe that differ")
     options = parser.parse_args()
     torch.set_num_threads(1)
     keep_memory()
     print(f"{'start':>8}{'rate':>8}  loss of each seed")
-    for start, rate in CASES:
+    for start, rate in CASES[-1:] if options.both else CASES:
         losses = []
         for seed in options.seeds:
             config = override(get_recipe("study"), [f"seed={seed}", *options.settings])

@@ -26,7 +26,7 @@ from headgate.study.tables import loss_of, p_value, ratio, signed
 
 HERE = Path(__file__).parent
 PAGES = (HERE.parent / "findings.md", HERE.parents[1] / "README.md")
-PARTS = ("text", "start", "recall", "long")
+PARTS = ("text", "late", "start", "recall", "long")
 PAPERS = ("dynamic-sparse", "head-gated", "context-adaptive", "sparse-geometric")
 NAMES = {
     "local:window=0": "the token alone (`local:window=0`)",
@@ -149,6 +149,20 @@ def test() -> str:
     return markdown(["", "loss on the test split", "difference", "p"], rows)
 
 
+def late() -> str:
+    """After four times the tokens, against full attention and against near-far."""
+    found, before = variants("late"), variants("text")
+    to_ours = {label: losses(variant) for label, variant in found.items()}
+    ours = compare(to_ours.pop("near-far"), to_ours)
+    rows = []
+    for label, variant in found.items():
+        known = before[label]["loss"]["mean"]
+        told = [name(label), f"{known:.3f}", loss_of(variant), *difference(variant["difference"])]
+        rows.append([*told, *difference(ours.get(label))])
+    columns = ["", "above", "after four times the tokens", "to full", "p", "to near-far", "p"]
+    return markdown(columns, rows)
+
+
 def start() -> str:
     before = variants("text")
     rows = []
@@ -196,7 +210,7 @@ def papers() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    table.__name__: table for table in (text, short, against, ablations, test, start, recall, long, papers)
+    table.__name__: table for table in (text, short, against, ablations, test, late, start, recall, long, papers)
 }
 
 

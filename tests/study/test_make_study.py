@@ -63,6 +63,7 @@ def test_a_part_of_it_runs(tmp_path: Path) -> None:
         f"SETTINGS={SHORT}",
         "MECHANISMS=near-far",
         "ABLATIONS=",
+        "SHORT_REACH=",
     )
     recall = json.loads((tmp_path / "recall/results.json").read_text())
     assert [v["label"] for v in recall["variants"]] == ["full", "near-far"]
