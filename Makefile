@@ -54,7 +54,7 @@ study-text: $(READY)
 study-late: $(READY)
 	$(BIN)/headgate prepare "$(TEXT)" $(STUDY)/text-data $(TOKENS)
 	$(BIN)/headgate compare near-far local:window=0 dynamic-sparse head-gated near-far:gate=constant,window=1024 \
-		near-far:constant-gate near-far:near-only sparse-geometric context-adaptive --recipe study \
+		near-far:constant-gate near-far:near-only --recipe study \
 		--data $(STUDY)/text-data --out $(STUDY)/late --seeds $(LONG_SEEDS) --no-cost \
 		train.steps=1000 train.warmup_steps=100 train.evaluate_every=100 $(SETTINGS)
 
