@@ -1,7 +1,7 @@
 """The folder that prepare writes: whose it is, how far it has come, and what is taken away again.
 
-A folder is one process's at a time. `progress.json` marks it as begun: until a document is noted there, all that
-prepare may have written is removed before another beginning. Nothing else that lies in a folder is ever touched.
+A folder is one process's at a time. `progress.json` marks it as begun: until a document is noted there, all
+that prepare may have written is removed before another beginning. Nothing else in a folder is ever touched.
 """
 
 import os

@@ -101,8 +101,8 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest | None:
         manifest = config.load(Manifest, path)
         if manifest.format != FORMAT:
             raise HeadgateError(
-                f"{path} is of format {manifest.format}, and headgate {__version__} reads format {FORMAT}; use "
-                f"headgate {manifest.headgate}, which wrote it, or prepare the data again"
+                f"{path} is of format {manifest.format}, and headgate {__version__} reads format {FORMAT}; "
+                f"use headgate {manifest.headgate}, which wrote it, or prepare the data again"
             )
         return manifest
     if (folder / "progress.json").is_file():

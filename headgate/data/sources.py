@@ -234,9 +234,9 @@ def _local(root: str, pattern: str, given: str, out: Path | None) -> Iterator[st
 
 
 def _walk(root: str, enter: Callable[[Sequence[str]], bool]) -> Iterator[str]:
-    """The files below a local folder that are not hidden, of those folders that `enter` admits by their names.
+    """The files below a local folder that are not hidden, in those folders that `enter` admits.
 
-    fsspec would leave out a folder that cannot be read; here it is an error. Links to folders are not followed.
+    fsspec would leave out a folder that cannot be read; here it is an error. Links to folders are left out.
     """
 
     def fail(error: OSError) -> None:
@@ -283,9 +283,7 @@ def _sizes(paths: Iterable[str], given: str) -> dict[str, int]:
 
 
 def _files(found: dict[str, int], root: str, given: str, expected: str) -> tuple[SourceFile, ...]:
-    files = [
-        SourceFile(path.removeprefix(root).lstrip("/"), path, size) for path, size in found.items()
-    ]
+    files = [SourceFile(path.removeprefix(root).lstrip("/"), path, size) for path, size in found.items()]
     visible = [f for f in files if not any(part.startswith(".") for part in PurePosixPath(f.name).parts)]
     if not visible:
         raise HeadgateError(f"source {given!r} is empty; expected {expected}")

@@ -112,9 +112,9 @@ def test_what_stands_before_a_cut_is_read(tmp_path: Path, compression: str) -> N
     whole = 1000 if compression == "gz" else lines[: len(lines) // ZSTD_BLOCK * ZSTD_BLOCK].count(b"\n")
     (tmp_path / f"a.jsonl.{compression}").write_bytes(data[:-9])
     source, read = Source(str(tmp_path)), []
-    with pytest.raises(HeadgateError, match=rf"'a.jsonl.{compression}', after line {whole}, cannot be read"):
-        for document in source.documents(source.files[0]):
-            read.append(document.text)
+    documents = source.documents(source.files[0])
+    with pytest.raises(HeadgateError, match=f"'a.jsonl.{compression}', after line {whole}, cannot be read"):
+        read.extend(document.text for document in documents)
     assert read == (2 * make_texts(500))[:whole]
     assert whole > 0
 
@@ -138,7 +138,7 @@ def test_links_to_files_are_read_and_links_to_folders_not(tmp_path: Path) -> Non
     assert texts_of(str(snapshot / "a.txt")) == texts_of(f"{snapshot}/*.txt") == ["one"]
     assert Source(str(snapshot)).files[0].size == 3
     (blobs / "0123").unlink()
-    with pytest.raises(HeadgateError, match=r"a.txt' in source .* is a link to '../blobs/0123', which cannot"):
+    with pytest.raises(HeadgateError, match=r"a.txt' in source .* is a link to '../blobs/0123', which"):
         Source(str(snapshot))
 
 
