@@ -26,7 +26,7 @@ SPLITS = ("train", "val", "test")
 SHARD_TOKENS = 1 << 27
 """A shard that has reached this many tokens is followed by another."""
 PARTS = (".ds", ".ds.index", ".ds.loss")
-WRITTEN = re.compile(r"(\d{5})\.ds(\.index|\.loss)?(\.tmp)?")
+WRITTEN = re.compile(r"(\d{5,})\.ds(\.index|\.loss)?(\.tmp)?")
 """What the files of a split are called, finished or not."""
 AGAIN = "delete the folder and prepare it again"
 

@@ -353,8 +353,8 @@ class _Decompressed(io.RawIOBase):
     def _before_failure(self, buffer: Any) -> int:
         self._stream.seek(0)
         native, left, count = self._begin(), self._place, 0
-        while left:
-            left -= len(native.read(min(left, BATCH_BYTES)))
+        while left and (piece := native.read(min(left, BATCH_BYTES))):
+            left -= len(piece)
         try:
             while count < len(buffer) and (byte := native.read(1)):
                 buffer[count : count + 1] = byte

@@ -71,7 +71,7 @@ class Tokenizer:
         try:
             encodings = self._inner.encode_batch_fast(texts, add_special_tokens=False)
         except Exception as error:  # the library raises Exception itself
-            raise HeadgateError(f"the tokenizer cannot encode it: {error}") from error
+            raise HeadgateError(f"the tokenizer cannot encode this text: {error}") from error
         return [np.array(encoding.ids, dtype=self.dtype) for encoding in encodings]
 
     def decode(self, tokens: Iterable[int]) -> str:

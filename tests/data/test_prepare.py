@@ -390,7 +390,7 @@ def test_a_text_that_the_tokenizer_cannot_encode_is_named(tmp_path: Path) -> Non
     words.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "a.jsonl").write_text('{"text": "good"}\n{"text": "worse"}\n')
     request = Request(str(tmp_path / "a.jsonl"), str(tmp_path / "tokenizer.json"))
-    with pytest.raises(HeadgateError, match=r"'a.jsonl', row 2: the tokenizer cannot encode it: "):
+    with pytest.raises(HeadgateError, match=r"'a.jsonl', row 2: the tokenizer cannot encode this text: "):
         prepare(request, tmp_path / "out", workers=1)
 
 
