@@ -63,19 +63,32 @@ def prepare(
     from headgate.data.shards import check as verify
     from headgate.data.splits import parse_shares
 
+    for_text = {"tokenizer": tokenizer, "text_column": text_column, "dedup": dedup, "max_tokens": max_tokens}
+    for_text |= {"end_of_text": end_of_text, "workers": workers}
     if check is not None:
         if source is not None:
             raise HeadgateError(f"--check {check} takes no source, but {source!r} was given; leave it out")
+        _refuse_given(f"--check {check}", for_text | {"splits": splits})
         print_checked(verify(check), check)
     elif source is None or out is None:
         raise HeadgateError("prepare needs a source and a folder to write: headgate prepare SOURCE OUT")
     else:
         shares, recall = parse_shares(splits), parse_recall(source)
         if recall is not None:
+            _refuse_given(f"source {source!r}", for_text)
             print_summary(prepare_recall(recall, source, shares, Path(out)), out)
             return
         request = data.Request(source, tokenizer, text_column, shares, dedup, max_tokens, end_of_text)
         print_summary(data.prepare(request, out, workers=workers), out)
+
+
+def _refuse_given(what: str, options: dict[str, Any]) -> None:
+    """Raise if one of these options of prepare is given where it can have no effect."""
+    parameters = inspect.signature(prepare).parameters
+    for name, value in options.items():
+        if value != parameters[name].default:
+            flag = f"--{name.replace('_', '-')}"
+            raise HeadgateError(f"{what} does not take {flag}, but {value!r} was given; leave it out")
 
 
 def train(

@@ -79,8 +79,8 @@ class Windows:
             known = 0
             for shard, first, last, place in self._pieces(self._start(int(window)), self.length):
                 ends = self._ends(shard)
-                low = int(np.searchsorted(ends, first, side="right"))
-                inside = np.searchsorted(ends[low : low + last - first], np.arange(first, last), side="right")
+                low, high = np.searchsorted(ends, np.array([first, last - 1], dtype=ends.dtype), side="right")
+                inside = np.searchsorted(ends[low:high], np.arange(first, last), side="right")
                 ids[row, place : place + last - first] = known + inside
                 known += int(inside[-1]) + 1
         return torch.from_numpy(ids)
@@ -192,7 +192,12 @@ class Loader:
                     f"the loader's state was made with {name}={state[name]}, not {mine[name]}; "
                     "resume with the data and settings it was made with"
                 )
-        self._samples = state["samples"]
+        samples = state["samples"]
+        if not isinstance(samples, int) or samples < 0:
+            raise HeadgateError(
+                f"the loader's state has samples={samples!r}; expected a whole number of at least 0"
+            )
+        self._samples = samples
 
 
 def permute(places: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:

@@ -9,7 +9,6 @@ back to that note and goes on. `manifest.json` comes last: a folder that has one
 import itertools
 import json
 import os
-import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
@@ -21,10 +20,11 @@ import numpy as np
 
 from headgate import config
 from headgate.data import shards
+from headgate.data.folder import Checkpoint, Progress, begun, is_finished, remove, remove_all, writing
 from headgate.data.progress import Display
-from headgate.data.shards import SPLITS, Manifest, ShardWriter, SplitState
+from headgate.data.shards import Manifest, ShardWriter
 from headgate.data.sources import Source
-from headgate.data.splits import Seen, Shares, document_key, split_of
+from headgate.data.splits import Seen, Shares, document_key, require_training, split_of
 from headgate.data.tokenizers import Tokenizer, local_file, make_tokenizer
 from headgate.data.workers import Encoded, cores, encode_in_order, read_chunks
 from headgate.errors import HeadgateError
@@ -52,72 +52,33 @@ class Request:
 
     def __post_init__(self) -> None:
         config.require_at_least(self, 1, "max_tokens")
-        if self.splits[0] < 1 or min(self.splits) < 0:
-            raise HeadgateError(f"splits={self.splits} leave nothing to train on; try (80, 10, 10)")
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A place in the source, and what had been written when it was reached."""
-
-    file: int = 0
-    row: int = 0
-    repeats: int = 0
-    splits: tuple[SplitState, ...] = tuple(SplitState(name) for name in SPLITS)
-
-    @property
-    def documents(self) -> int:
-        return sum(split.documents for split in self.splits)
-
-    @property
-    def tokens(self) -> int:
-        return sum(split.tokens for split in self.splits)
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What `progress.json` holds while the work is not done."""
-
-    request: Mapping[str, Any]
-    now: Checkpoint = Checkpoint()
-    file_start: Checkpoint = Checkpoint()
-    """Where to go back to if the file being read has changed meanwhile, as when a bad row was mended."""
-    fingerprint: str = ""
-    """Of the file being read."""
-    end_of_text: str = ""
-    """The tokenizer's closing token, once the folder has a tokenizer."""
-    finished: bool = False
+        require_training(self.splits)
 
 
 def prepare(request: Request, out: str | os.PathLike[str], *, workers: int | None = None) -> Manifest:
     """Write the shards that `request` describes into `out`, or continue where an earlier call was stopped."""
     if workers is not None and workers < 1:
         raise HeadgateError(f"workers={workers} is too small; expected at least 1")
-    source = Source(request.source, text_column=request.text_column)
     folder = Path(out)
-    existed = folder.exists()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise HeadgateError(f"folder {str(folder)!r} cannot be made: {error.strerror}") from error
-    try:
-        with config.locked(folder, "prepared"):
-            return _prepare(request, source, folder, workers or cores())
-    except OSError as error:
-        raise HeadgateError(
-            f"{str(error.filename or folder)!r} cannot be written: {error.strerror}; what was done "
-            "before is kept, and the same command continues from there"
-        ) from error
-    finally:
-        if not existed and folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
+    source = Source(request.source, text_column=request.text_column, out=folder)
+    if is_finished(folder):  # perhaps on a disk that nothing can be written to
+        return _finished(request, source, folder)
+    with writing(folder):
+        return _prepare(request, source, folder, workers or cores())
+
+
+def _finished(request: Request, source: Source, folder: Path) -> Manifest:
+    """The manifest of a folder that has one, if it is of this request and its files are all there."""
+    manifest = shards.check(folder, verify=False)
+    assert manifest is not None
+    _refuse_another(folder, request, manifest.request, source)
+    return manifest
 
 
 def _prepare(request: Request, source: Source, folder: Path, workers: int) -> Manifest:
     if (folder / "manifest.json").exists():
-        manifest = config.load(Manifest, folder / "manifest.json")
-        _refuse_another(folder, request, manifest.request, source)
-        _remove(folder, "keys.tmp", "progress.json")
+        manifest = _finished(request, source, folder)
+        remove(folder, "keys.tmp", "progress.json")
         return manifest
     progress = _resume(folder, request, source)
     config.save(progress, folder / "progress.json")
@@ -131,8 +92,9 @@ def _prepare(request: Request, source: Source, folder: Path, workers: int) -> Ma
             if not progress.finished:
                 progress = _write_shards(folder, request, source, tokenizer, progress, workers, display)
     finally:
-        if not config.load(Progress, folder / "progress.json").now.documents:
-            _remove_all(folder)
+        note = folder / "progress.json"
+        if note.exists() and not config.load(Progress, note).now.documents:
+            remove_all(folder)
     manifest = Manifest(
         format=shards.FORMAT,
         headgate=__version__,
@@ -152,33 +114,22 @@ def _prepare(request: Request, source: Source, folder: Path, workers: int) -> Ma
         splits=tuple(shards.publish(folder, split) for split in progress.now.splits),
     )
     config.save(manifest, folder / "manifest.json")
-    _remove(folder, "keys.tmp", "progress.json")
+    remove(folder, "keys.tmp", "progress.json")
     return manifest
 
 
 def _resume(folder: Path, request: Request, source: Source) -> Progress:
     """How far an earlier run came, or the beginning."""
-    path = folder / "progress.json"
-    if path.exists():
-        progress = config.load(Progress, path)
-        if progress.now.documents:
-            now = progress.now
-            _refuse_another(
-                folder, request, progress.request, source, None if progress.finished else now.file
-            )
-            in_file = now.row and not progress.finished
-            current = source.files[now.file] if now.file < len(source.files) else None
-            if in_file and (current is None or source.fingerprint(current) != progress.fingerprint):
-                return replace(progress, now=progress.file_start)
-            return progress
-        _remove_all(folder)
-    _remove(folder)
-    foreign = sorted(child.name for child in folder.iterdir() if child.name != ".lock")
-    if foreign:
-        raise HeadgateError(
-            f"{str(folder)!r} holds {foreign[0]!r}, which is not of a prepare; choose another folder"
-        )
-    return Progress(config.to_dict(request))
+    progress = begun(folder)
+    if progress is None:
+        return Progress(config.to_dict(request))
+    now = progress.now
+    _refuse_another(folder, request, progress.request, source, None if progress.finished else now.file)
+    in_file = now.row and not progress.finished
+    current = source.files[now.file] if now.file < len(source.files) else None
+    if in_file and (current is None or source.fingerprint(current) != progress.fingerprint):
+        return replace(progress, now=progress.file_start)
+    return progress
 
 
 def _refuse_another(
@@ -195,8 +146,7 @@ def _refuse_another(
     if not differences and given and copy.exists() and shards.sha256(given) != shards.sha256(copy):
         differences = [f"another {str(given)!r}, whose contents have changed since"]
     if not differences and (folder / "sources.jsonl").exists():
-        lines = (folder / "sources.jsonl").read_text(encoding="utf-8").splitlines()
-        before = [(entry["name"], entry["size"]) for entry in map(json.loads, lines)][:files_done]
+        before = _listed(folder / "sources.jsonl")[:files_done]
         now = [(file.name, file.size) for file in source.files][:files_done]
         if before != now:
             name, size = next(entry for entry in [*before, *now] if (entry in before) != (entry in now))
@@ -206,6 +156,15 @@ def _refuse_another(
         raise HeadgateError(
             f"{str(folder)!r} was begun with {', '.join(differences)}; choose another folder or delete it"
         )
+
+
+def _listed(path: Path) -> list[tuple[str, int]]:
+    """Names and sizes of the files that the source had."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        return [(entry["name"], entry["size"]) for entry in map(json.loads, lines)]
+    except (ValueError, KeyError, TypeError) as error:
+        raise HeadgateError(f"{path} is damaged; {shards.AGAIN}") from error
 
 
 def _tokenizer(
@@ -228,17 +187,22 @@ def _tokenizer(
 
 
 def _training_texts(source: Source, shares: Shares, limit: int) -> Iterator[str]:
-    left = limit
+    left, found = limit, False
     for file in source.files:
         for document in source.documents(file):
-            data = document.text.encode()
+            data, found = document.text.encode(), True
             if split_of(np.array([document_key(data)], dtype=np.uint64), shares)[0] == 0:
                 yield document.text
                 left -= len(data)
                 if left <= 0:
                     return
-    if left == limit:
-        raise HeadgateError(f"source {source.given!r} is empty: it has no text for the training split")
+    if left == limit and found:
+        raise HeadgateError(
+            f"source {source.given!r} has no text that falls into the training split of --splits "
+            f"{'/'.join(map(str, shares))}; give training a larger share, or bring more text"
+        )
+    if not found:
+        raise HeadgateError(f"source {source.given!r} is empty: its files hold no documents")
 
 
 def _write_shards(
@@ -330,16 +294,3 @@ def _append(
             text_bytes=int(encoded.sizes[mine].sum()),
         )
     return int(repeats.sum())
-
-
-def _remove(folder: Path, *names: str) -> None:
-    """Remove these files, and what an interrupted write of a small file left under its temporary name."""
-    for path in [*folder.glob(".*.tmp"), *(folder / name for name in names)]:
-        path.unlink(missing_ok=True)
-
-
-def _remove_all(folder: Path) -> None:
-    """Empty a folder in which no document has been kept yet; its mark of ownership goes last."""
-    for name in SPLITS:
-        shutil.rmtree(folder / name, ignore_errors=True)
-    _remove(folder, "keys.tmp", "sources.jsonl", "tokenizer.json", "progress.json")

@@ -15,7 +15,8 @@ Pairs are new in every sequence, so nothing can be learnt by heart. A sequence i
 the closing token, is the context, so that the windows a loader cuts are the sequences.
 """
 
-import shutil
+import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,8 +24,9 @@ import numpy as np
 
 from headgate import config
 from headgate.data import shards
+from headgate.data.folder import Progress, begun, is_finished, remove, remove_all, writing
 from headgate.data.shards import SPLITS, Manifest, ShardWriter, SplitState
-from headgate.data.splits import Shares
+from headgate.data.splits import Shares, require_training
 from headgate.data.tokenizers import END_OF_TEXT, Tokenizer
 from headgate.errors import HeadgateError
 from headgate.version import __version__
@@ -32,6 +34,8 @@ from headgate.version import __version__
 NAME = "recall"
 AT_ONCE = 512
 """Sequences made together."""
+LARGEST = 1 << 20
+"""Of context and vocabulary: beyond, they are a slip of the hand that would fill the memory."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ class Recall:
 
     def __post_init__(self) -> None:
         config.require_at_least(self, 1, "pairs", "queries", "values", "noise", "sequences")
+        config.require_at_least(self, 0, "seed")
         if self.queries > self.pairs:
             raise HeadgateError(
                 f"queries={self.queries} are more than pairs={self.pairs}; each key comes back once"
@@ -65,6 +70,10 @@ class Recall:
             raise HeadgateError(
                 f"keys={self.keys} are too few for pairs={self.pairs} of different keys; give more"
             )
+        for name in ("context", "vocab_size"):
+            value = getattr(self, name)
+            if value > LARGEST:
+                raise HeadgateError(f"{name}={value} is too large; it must be at most {LARGEST}")
         room = self.context - 1 - self.head
         if 2 * self.queries > room:
             raise HeadgateError(
@@ -92,42 +101,55 @@ def parse(source: str) -> Recall | None:
     name, _, tail = source.partition(":")
     if name != NAME:
         return None
+    keys = [part.partition("=")[0].strip() for part in tail.split(",")]
+    twice = next((key for key in keys if key and keys.count(key) > 1), None)
+    if twice:
+        raise HeadgateError(f"option {twice!r} stands twice in {source!r}; keep one of them")
     return config.from_dict(Recall, config.MechanismSpec.parse(f"{name}:{tail}").options, where=NAME)
 
 
 def prepare_recall(recall: Recall, source: str, shares: Shares, out: Path) -> Manifest:
     """Write the folder, whole or not at all; one that is there already must be the same."""
+    require_training(shares)
     request = {"source": source, "tokenizer": NAME, "splits": list(shares), **config.to_dict(recall)}
-    if (out / "manifest.json").is_file():
-        manifest = config.load(Manifest, out / "manifest.json")
-        found = config.differences(manifest.request, request)
-        if found:
-            raise HeadgateError(f"{str(out)!r} was made with {'; '.join(found)}; choose another folder")
-        return manifest
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise HeadgateError(f"{str(out)!r} is taken and has no manifest.json; choose another folder")
-    temporary = out.with_name(f".{out.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        temporary.mkdir(parents=True)
-        manifest = _write(recall, request, shares, temporary)
-        if out.is_dir():
-            out.rmdir()
-        temporary.replace(out)
-    except OSError as error:
-        raise HeadgateError(f"{str(out)!r} cannot be written: {error.strerror}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    if is_finished(out):
+        return _finished(out, request)
+    with writing(out):
+        if not (out / "manifest.json").exists():
+            progress = begun(out)
+            if progress is not None:
+                _refuse_another(out, progress.request, request)
+            config.save(Progress(request), out / "progress.json")
+            try:
+                _write(recall, request, shares, out)
+            finally:
+                if not (out / "manifest.json").exists():
+                    remove_all(out)
+        manifest = _finished(out, request)
+        remove(out, "progress.json")
     return manifest
 
 
-def _write(recall: Recall, request: dict[str, object], shares: Shares, folder: Path) -> Manifest:
+def _finished(out: Path, request: dict[str, object]) -> Manifest:
+    manifest = shards.check(out, verify=False)
+    assert manifest is not None
+    _refuse_another(out, manifest.request, request)
+    return manifest
+
+
+def _refuse_another(out: Path, made: Mapping[str, object], request: dict[str, object]) -> None:
+    found = config.differences(made, request)
+    if found:
+        raise HeadgateError(f"{str(out)!r} was made with {'; '.join(found)}; choose another folder")
+
+
+def _write(recall: Recall, request: dict[str, object], shares: Shares, folder: Path) -> None:
     tokenizer = Tokenizer(definition(recall))
     config.write_text(folder / "tokenizer.json", tokenizer.definition)
     config.write_text(folder / "sources.jsonl", "")
     records = []
     draw = np.random.default_rng(recall.seed)
-    ends = np.round(np.cumsum(shares) / sum(shares) * recall.sequences).astype(int)
+    ends = [round(part / sum(shares) * recall.sequences) for part in itertools.accumulate(shares)]
     for name, first, end in zip(SPLITS, [0, *ends[:-1]], ends, strict=True):
         writer = ShardWriter(folder, SplitState(name), tokenizer.dtype)
         for begin in range(first, end, AT_ONCE):
@@ -152,7 +174,6 @@ def _write(recall: Recall, request: dict[str, object], shares: Shares, folder: P
         splits=tuple(records),
     )
     config.save(manifest, folder / "manifest.json")
-    return manifest
 
 
 def definition(recall: Recall) -> str:

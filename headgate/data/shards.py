@@ -8,7 +8,9 @@ folder that datatrove wrote has none, and is read all the same.
 
 import hashlib
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
@@ -17,12 +19,16 @@ import numpy as np
 
 from headgate import config
 from headgate.errors import HeadgateError
+from headgate.version import __version__
 
 FORMAT = 1
 SPLITS = ("train", "val", "test")
 SHARD_TOKENS = 1 << 27
 """A shard that has reached this many tokens is followed by another."""
 PARTS = (".ds", ".ds.index", ".ds.loss")
+WRITTEN = re.compile(r"(\d{5,})\.ds(\.index|\.loss)?(\.tmp)?")
+"""What the files of a split are called, finished or not."""
+AGAIN = "delete the folder and prepare it again"
 
 
 @dataclass(frozen=True)
@@ -77,17 +83,28 @@ class Manifest:
     splits: tuple[SplitRecord, ...]
 
     def split(self, name: str) -> SplitRecord:
-        return next(split for split in self.splits if split.name == name)
+        for split in self.splits:
+            if split.name == name:
+                return split
+        raise HeadgateError(f"the manifest has no split {name!r}: it is damaged; {AGAIN}")
 
 
 def read_manifest(folder: str | os.PathLike[str]) -> Manifest | None:
     """The manifest of a prepared folder; None for one that datatrove wrote."""
     folder = Path(folder)
     path = folder / "manifest.json"
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise HeadgateError(f"{str(folder)!r} is not a folder; expected one that `headgate prepare` wrote")
-    if path.is_file():
-        return config.load(Manifest, path)
+    with _reading(path):
+        finished = path.exists()
+    if finished:
+        manifest = config.load(Manifest, path)
+        if manifest.format != FORMAT:
+            raise HeadgateError(
+                f"{path} is of format {manifest.format}, and headgate {__version__} reads format {FORMAT}; "
+                f"use headgate {manifest.headgate}, which wrote it, or prepare the data again"
+            )
+        return manifest
     if (folder / "progress.json").is_file():
         raise HeadgateError(
             f"{str(folder)!r} is not finished; run the same `headgate prepare` again to continue"
@@ -142,7 +159,9 @@ def open_split(folder: str | os.PathLike[str], name: str, *, verify: bool = True
     manifest = read_manifest(folder)
     if manifest is None:
         home = folder / name if name != "train" or (folder / name).is_dir() else folder
-        paths = sorted(home.rglob("*.ds")) if home.is_dir() else []
+        paths = _find(home) if home.is_dir() else []
+        if home == folder:
+            paths = [path for path in paths if not set(path.relative_to(home).parts[:-1]) & set(SPLITS)]
         if not paths:
             raise HeadgateError(
                 f"{str(folder)!r} has no split {name!r}: there are no .ds files in {str(home)!r}"
@@ -163,15 +182,22 @@ def open_split(folder: str | os.PathLike[str], name: str, *, verify: bool = True
 
 def open_shard(path: Path, *, dtype: str | None = None) -> Shard:
     """Check a shard's size against its index, and tell its token width from them or datatrove's metadata."""
-    size = _size(path)
+    with _reading(path):
+        return _open_shard(path, dtype)
+
+
+def _open_shard(path: Path, dtype: str | None) -> Shard:
+    size = path.stat().st_size
     index, loss, metadata = beside(path, ".index"), beside(path, ".loss"), beside(path, ".metadata")
     counts: dict[Path, int] = {}
     if metadata.is_file():
         width, counts[metadata] = _read_metadata(metadata)
         dtype = dtype or f"<u{width}"
     if index.is_file():
-        if _size(index) % 8:
-            raise HeadgateError(f"{index} has {_size(index)} bytes; expected a multiple of 8: it is damaged")
+        if index.stat().st_size % 8:
+            raise HeadgateError(
+                f"{index} has {index.stat().st_size} bytes; expected a multiple of 8: it is damaged"
+            )
         ends = np.fromfile(index, dtype="<u8")
         if (ends[1:] < ends[:-1]).any():
             raise HeadgateError(f"{index} has document ends that are out of order: it is damaged")
@@ -189,19 +215,22 @@ def open_shard(path: Path, *, dtype: str | None = None) -> Shard:
                 f"{path} has {size} bytes, not {count} tokens of {np.dtype(dtype).itemsize} bytes "
                 f"as {told_by.name} says: one of them is damaged"
             )
-    if loss.is_file() and _size(loss) != tokens:
+    if loss.is_file() and loss.stat().st_size != tokens:
         raise HeadgateError(
-            f"{loss} has {_size(loss)} bytes; expected one for each of {tokens} tokens: it is damaged"
+            f"{loss} has {loss.stat().st_size} bytes; expected one for each of {tokens} tokens: it is damaged"
         )
     return Shard(path, tokens, dtype, index.is_file(), loss.is_file())
 
 
-def check(folder: str | os.PathLike[str]) -> Manifest | None:
-    """Verify all that a folder says of itself: checksums, indexes, counts and the range of the tokens."""
+def check(folder: str | os.PathLike[str], *, verify: bool = True) -> Manifest | None:
+    """Verify all that a folder says of itself: checksums, indexes, counts and the range of the tokens.
+
+    Without `verify` the tokens are not read: sizes, indexes and counts alone are checked, in a moment.
+    """
     folder = Path(folder)
     manifest = read_manifest(folder)
     if manifest is None:
-        paths = sorted(folder.rglob("*.ds"))
+        paths = _find(folder)
         if not paths:
             raise HeadgateError(
                 f"{str(folder)!r} has neither a manifest.json nor .ds files; nothing to check"
@@ -214,22 +243,27 @@ def check(folder: str | os.PathLike[str]) -> Manifest | None:
         ("sources.jsonl", manifest.sources.sha256),
     ):
         _verify(folder / name, expected)
-    for split in manifest.splits:
+    for split in map(manifest.split, SPLITS):
         documents = tokens = 0
         for record in split.shards:
-            shard = _recorded(folder, record, manifest, verify=True)
-            largest = int(shard.load_tokens().max())
-            if largest >= manifest.tokenizer.vocab_size:
-                raise HeadgateError(
-                    f"{shard.path} has the token {largest}, but the tokenizer has only "
-                    f"{manifest.tokenizer.vocab_size} entries"
-                )
+            shard = _recorded(folder, record, manifest, verify)
+            if verify:
+                _check_range(shard, manifest.tokenizer.vocab_size)
             documents, tokens = documents + record.documents, tokens + record.tokens
         if (documents, tokens) != (split.documents, split.tokens):
             raise HeadgateError(
                 f"the counts of split {split.name!r} in {folder / 'manifest.json'} do not add up"
             )
     return manifest
+
+
+def _check_range(shard: Shard, vocab_size: int) -> None:
+    with _reading(shard.path):
+        largest = int(shard.load_tokens().max())
+    if largest >= vocab_size:
+        raise HeadgateError(
+            f"{shard.path} has the token {largest}, but the tokenizer has only {vocab_size} entries"
+        )
 
 
 @dataclass(frozen=True)
@@ -271,7 +305,8 @@ class ShardWriter:
         self._shard_tokens = shard_tokens
         self._files: dict[str, IO[bytes]] = {}
         for leftover in (folder / state.name).glob("*.tmp"):
-            if int(leftover.name.partition(".")[0]) >= len(state.shards):
+            ours = WRITTEN.fullmatch(leftover.name)
+            if ours and int(ours[1]) >= len(state.shards):
                 leftover.unlink()
         if state.shards:
             self._open()
@@ -357,7 +392,7 @@ def beside(path: Path, suffix: str) -> Path:
 
 
 def sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with _reading(path), path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -371,14 +406,26 @@ def _temporary(folder: Path, state: SplitState, number: int, suffix: str) -> Pat
 
 def _recorded(folder: Path, record: ShardRecord, manifest: Manifest, verify: bool) -> Shard:
     """A shard that is what the manifest says it is."""
-    dtype = "<u2" if manifest.tokenizer.vocab_size <= 1 << 16 else "<u4"
-    shard = open_shard(folder / f"{record.name}.ds", dtype=dtype)
-    documents = _size(beside(shard.path, ".index")) // 8
-    if (shard.tokens, documents) != (record.tokens, record.documents):
-        raise HeadgateError(
-            f"{shard.path} has {shard.tokens} tokens in {documents} documents; its manifest says "
-            f"{record.tokens} in {record.documents}: it is damaged, prepare it again"
-        )
+    for suffix in PARTS:
+        path = folder / f"{record.name}{suffix}"
+        with _reading(path):
+            present = path.exists()
+        if suffix not in record.sha256 and (present or suffix != ".ds.loss"):
+            raise HeadgateError(f"{path} is not in the manifest of its folder, which is damaged; {AGAIN}")
+        if suffix in record.sha256 and not present:
+            raise HeadgateError(f"{path} is missing; {AGAIN}")
+    path = folder / f"{record.name}.ds"
+    with _reading(path):
+        try:
+            shard = _open_shard(path, "<u2" if manifest.tokenizer.vocab_size <= 1 << 16 else "<u4")
+            documents = beside(path, ".index").stat().st_size // 8
+            if (shard.tokens, documents) != (record.tokens, record.documents):
+                raise HeadgateError(
+                    f"{path} has {shard.tokens} tokens in {documents} documents; its manifest says "
+                    f"{record.tokens} in {record.documents}: it is damaged"
+                )
+        except HeadgateError as error:
+            raise HeadgateError(f"{error}; {AGAIN}") from error
     if verify:
         for suffix, expected in record.sha256.items():
             _verify(folder / f"{record.name}{suffix}", expected)
@@ -386,20 +433,32 @@ def _recorded(folder: Path, record: ShardRecord, manifest: Manifest, verify: boo
 
 
 def _verify(path: Path, expected: str) -> None:
-    _size(path)
     found = sha256(path)
     if found != expected:
         raise HeadgateError(
             f"{path} is damaged: its sha256 begins {found[:12]}, not {expected[:12]} as it did when written; "
-            "prepare it again"
+            f"{AGAIN}"
         )
 
 
-def _size(path: Path) -> int:
+def _find(folder: Path) -> list[Path]:
+    """The token files below a folder, in the order of their names."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    with _reading(folder):
+        walked = os.walk(folder, onerror=fail)
+        return sorted(Path(here, name) for here, _, names in walked for name in names if name.endswith(".ds"))
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """A failure to read becomes one sentence."""
     try:
-        return path.stat().st_size
+        yield
     except OSError as error:
-        raise HeadgateError(f"{path} cannot be read: {error.strerror}") from error
+        raise HeadgateError(f"{error.filename or path} cannot be read: {error.strerror}") from error
 
 
 def _read_metadata(path: Path) -> tuple[int, int]:

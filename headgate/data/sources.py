@@ -6,12 +6,16 @@ listed once, in the order of their names, and read one document at a time: memor
 
 import io
 import json
+import os
+import re
+import stat
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from glob import has_magic
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import IO, Any, NamedTuple
 
 from headgate.errors import HeadgateError, suggestion
@@ -50,10 +54,11 @@ class SourceFile:
 class Source:
     """The files of a source, in the order in which they are read."""
 
-    def __init__(self, given: str, *, text_column: str = "text") -> None:
+    def __init__(self, given: str, *, text_column: str = "text", out: Path | None = None) -> None:
+        """What lies in the folder `out`, to which the shards go, is no part of the source."""
         self.given = given
         self.text_column = text_column
-        self.filesystem, self.files = _list(given)
+        self.filesystem, self.files = _list(given, out)
 
     def fingerprint(self, file: SourceFile) -> str:
         """Changes when the file does."""
@@ -72,13 +77,10 @@ class Source:
                 yield from self._lines(file, stream, after)
 
     def _lines(self, file: SourceFile, stream: IO[bytes], after: int) -> Iterator[Document]:
-        import pyarrow
-
         compression = LINES[next(suffix for suffix in LINES if file.name.endswith(suffix))]
         lines: IO[bytes] = stream
         if compression:
-            native = pyarrow.CompressedInputStream(pyarrow.PythonFile(stream, mode="r"), compression)
-            lines = io.BufferedReader(native, BATCH_BYTES)
+            lines = io.BufferedReader(_Decompressed(stream, compression), BATCH_BYTES)
         for row, line in enumerate(_located(lines, file.name), 1):
             if row > after and not line.isspace():
                 text = self._text(line, f"{file.name!r}, line {row}")
@@ -170,67 +172,196 @@ def _texts(column: Any) -> Iterator[Any]:
         yield from (cell.as_py() for cell in column)
 
 
-def _list(given: str) -> tuple[Any, tuple[SourceFile, ...]]:
+def _list(given: str, out: Path | None) -> tuple[Any, tuple[SourceFile, ...]]:
     """The file system that holds a source, and its files."""
     import fsspec
 
     if given == "stdlib":
         filesystem = fsspec.filesystem("file")
         root = filesystem._strip_protocol(sysconfig.get_path("stdlib"))
-        found = {
-            path: info for path, info in filesystem.find(root, detail=True).items() if _is_stdlib(path, root)
-        }
+        with reading(given, filesystem):
+            found = _sizes(filter(_is_stdlib, _walk(root, _in_stdlib)), given)
         return filesystem, _files(found, root, given, "Python's own .py files")
+    expected = "'stdlib', a file, a folder, a glob or hf://datasets/..."
+    if not given:
+        raise HeadgateError(f"the source is an empty name; expected {expected}")
     filesystem, root = reach(given, "source")
+    pattern = ""
     with reading(given, filesystem):
         if filesystem.isfile(root):
             if not root.endswith(READABLE):
                 raise HeadgateError(
                     f"source {given!r} is of a kind unknown here; known are {', '.join(READABLE)}"
                 )
-            return filesystem, _files({root: filesystem.info(root)}, root.rpartition("/")[0], given)
-        if filesystem.isdir(root):
-            found = filesystem.find(root, detail=True)
-        elif has_magic(root):
-            found = filesystem.glob(root, detail=True)
-            root = "/".join(root.split("/")[: next(n for n, p in enumerate(root.split("/")) if has_magic(p))])
+            name, size = PurePosixPath(root).name, filesystem.info(root)["size"] or 0
+            return filesystem, (SourceFile(name, root, size),)
+        if not filesystem.isdir(root):
+            if not has_magic(root):
+                raise HeadgateError(f"source {given!r} does not exist; expected {expected}")
+            pattern, parts = root, root.split("/")
+            root = "/".join(parts[: next(n for n, part in enumerate(parts) if has_magic(part))])
+        if "file" in filesystem.protocol:
+            paths = _local(root, pattern, given, out)
+            found = _sizes((path for path in paths if path.endswith(READABLE)), given)
         else:
+            infos = filesystem.glob(pattern, detail=True) if pattern else filesystem.find(root, detail=True)
+            found = {
+                path: info["size"] or 0
+                for path, info in infos.items()
+                if info["type"] == "file" and path.endswith(READABLE)
+            }
+    return filesystem, _files(found, root, given, f"files of {', '.join(READABLE)}")
+
+
+def _local(root: str, pattern: str, given: str, out: Path | None) -> Iterator[str]:
+    """The files of a local folder, or those that a glob names; without what prepare wrote there."""
+    from fsspec.utils import glob_translate
+
+    if _is_prepared(root):
+        raise HeadgateError(f"source {given!r} is a folder of shards that prepare wrote; expected text")
+    try:
+        matches = re.compile(glob_translate(pattern) if pattern else "").match
+    except ValueError as error:
+        raise HeadgateError(f"source {given!r} is no glob: {_line(error)}") from error
+    wanted = pattern.removeprefix(root).strip("/").split("/") if pattern else ["**"]
+    out_path = os.path.realpath(out) if out else None
+
+    def enter(folders: Sequence[str]) -> bool:
+        path = "/".join([root, *folders])
+        return _may_hold(folders, wanted) and os.path.realpath(path) != out_path and not _is_prepared(path)
+
+    return (path for path in _walk(root, enter) if matches(path))
+
+
+def _walk(root: str, enter: Callable[[Sequence[str]], bool]) -> Iterator[str]:
+    """The files below a local folder that are not hidden, in those folders that `enter` admits.
+
+    fsspec would leave out a folder that cannot be read; here it is an error. Links to folders are left out.
+    """
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for here, folders, names in os.walk(root or "/", onerror=fail):
+        below = Path(here).relative_to(root or "/").parts
+        folders[:] = [name for name in folders if name[0] != "." and enter([*below, name])]
+        yield from ("/".join([root, *below, name]) for name in names if name[0] != ".")
+
+
+def _may_hold(folders: Sequence[str], wanted: Sequence[str]) -> bool:
+    """Whether what a glob wants, part by part, may lie in a folder."""
+    for name, part in zip(folders, wanted, strict=False):
+        if part == "**":
+            return True
+        if not fnmatchcase(name, part):
+            return False
+    return len(folders) < len(wanted)
+
+
+def _is_prepared(folder: str) -> bool:
+    """Whether prepare wrote this folder, or has begun to."""
+    present = [os.path.exists(f"{folder}/{name}") for name in ("sources.jsonl", "tokenizer.json")]
+    return all(present) and any(os.path.exists(f"{folder}/{name}.json") for name in ("manifest", "progress"))
+
+
+def _sizes(paths: Iterable[str], given: str) -> dict[str, int]:
+    """The sizes of those that are files; of a link, that of the file it leads to."""
+    sizes = {}
+    for path in paths:
+        try:
+            status = os.stat(path)
+        except OSError as error:
+            if not os.path.islink(path):
+                raise
             raise HeadgateError(
-                f"source {given!r} does not exist; expected 'stdlib', a file, a folder, a glob or hf://datasets/..."
-            )
-    return filesystem, _files({p: i for p, i in found.items() if p.endswith(READABLE)}, root, given)
+                f"{path!r} in source {given!r} is a link to {os.readlink(path)!r}, which cannot be reached: "
+                f"{error.strerror}; mend or remove it"
+            ) from error
+        if stat.S_ISREG(status.st_mode):
+            sizes[path] = status.st_size
+    return sizes
 
 
-def _files(
-    found: dict[str, Any], root: str, given: str, expected: str = f"files of {', '.join(READABLE)}"
-) -> tuple[SourceFile, ...]:
-    files = [
-        SourceFile(path.removeprefix(root).lstrip("/"), path, info["size"] or 0)
-        for path, info in found.items()
-        if info["type"] == "file"
-    ]
+def _files(found: dict[str, int], root: str, given: str, expected: str) -> tuple[SourceFile, ...]:
+    files = [SourceFile(path.removeprefix(root).lstrip("/"), path, size) for path, size in found.items()]
     visible = [f for f in files if not any(part.startswith(".") for part in PurePosixPath(f.name).parts)]
     if not visible:
         raise HeadgateError(f"source {given!r} is empty; expected {expected}")
     return tuple(sorted(visible, key=lambda file: file.name))
 
 
-def _is_stdlib(path: str, root: str) -> bool:
-    """Not the tests, nor what is installed beside it, nor what differs between builds of one version."""
-    *folders, name = path.removeprefix(root).lstrip("/").split("/")
+def _in_stdlib(folders: Sequence[str]) -> bool:
+    """Not the tests, nor what is installed beside it."""
     others = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
+    return folders[-1] not in others and not folders[-1].startswith("config-")
+
+
+def _is_stdlib(path: str) -> bool:
+    """Python source, but not what differs between builds of one version."""
+    name = PurePosixPath(path).name
     built = name.startswith("_sysconfigdata") or name in ("sitecustomize.py", "usercustomize.py")
-    return name.endswith(".py") and not built and not any(f in others or f[:7] == "config-" for f in folders)
+    return name.endswith(".py") and not built
 
 
 def decode(data: bytes, name: str) -> str:
+    """A text without the byte order mark that some editors put before it."""
     try:
-        return data.decode()
+        return data.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise HeadgateError(
             f"{name!r}, line {line}, is not UTF-8: {error.reason} at byte {error.start}; convert it first"
         ) from error
+
+
+class _Decompressed(io.RawIOBase):
+    """What a compressed file holds, up to the very byte where it is cut or damaged.
+
+    The library drops what it decoded together with the failure, so that piece is read again byte by byte.
+    """
+
+    def __init__(self, stream: IO[bytes], compression: str) -> None:
+        self._stream, self._compression = stream, compression
+        self._place = 0
+        self._failure: Exception | None = None
+        self._opened: list[Any] = []  # all are held, for one that is let go closes the stream
+        self._begin()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            count = int(self._opened[-1].readinto(buffer))
+        except (OSError, EOFError) as error:
+            self._failure = error
+            count = self._before_failure(buffer)
+            if not count:
+                raise
+        self._place += count
+        return count
+
+    def _begin(self) -> Any:
+        import pyarrow
+
+        file = pyarrow.PythonFile(self._stream, mode="r")
+        self._opened.append(pyarrow.CompressedInputStream(file, self._compression))
+        return self._opened[-1]
+
+    def _before_failure(self, buffer: Any) -> int:
+        self._stream.seek(0)
+        native, left, count = self._begin(), self._place, 0
+        while left and (piece := native.read(min(left, BATCH_BYTES))):
+            left -= len(piece)
+        try:
+            while count < len(buffer) and (byte := native.read(1)):
+                buffer[count : count + 1] = byte
+                count += 1
+        except (OSError, EOFError):
+            pass
+        return count
 
 
 def _located(lines: IO[bytes], name: str) -> Iterator[bytes]:
@@ -254,10 +385,9 @@ def reach(url: str, role: str) -> tuple[Any, str]:
     try:
         filesystem, path = url_to_fs(url)
     except ImportError as error:
-        raise HeadgateError(
-            f"{role} {url!r} needs a package that is not installed; for hf:// run: pip install 'headgate[hf]'"
-        ) from error
-    except ValueError as error:
+        what = "run: pip install 'headgate[hf]'" if url.startswith("hf://") else _line(error)
+        raise HeadgateError(f"{role} {url!r} needs a package that is not installed; {what}") from error
+    except (OSError, ValueError) as error:
         raise HeadgateError(f"{role} {url!r} cannot be reached: {_line(error)}") from error
     return filesystem, path
 

@@ -22,6 +22,11 @@ def parse_shares(text: str) -> Shares:
     return train, val, test
 
 
+def require_training(shares: Shares) -> None:
+    if shares[0] < 1 or min(shares) < 0:
+        raise HeadgateError(f"splits={shares} leave nothing to train on; try (80, 10, 10)")
+
+
 def document_key(text: bytes) -> int:
     """A text's own number: 64 bits of its SHA-256."""
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "little")

@@ -22,6 +22,8 @@ LONGEST_CHARACTER = 4
 """Bytes, and so tokens, that a character of UTF-8 takes at most."""
 WORDS_KEPT = 1 << 16
 """Words whose tokens the library remembers; its own 10,000 are too few for the tail of a language."""
+LARGEST_BPE = 1 << 20
+"""Entries; the library sets memory aside for all of them at once."""
 BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
@@ -66,7 +68,10 @@ class Tokenizer:
         """The tokens of each text, without the closing one."""
         if self._is_bytes:  # what the library would say, a hundred times sooner
             return [np.frombuffer(text.encode(), dtype=np.uint8).astype(self.dtype) for text in texts]
-        encodings = self._inner.encode_batch_fast(texts, add_special_tokens=False)
+        try:
+            encodings = self._inner.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as error:  # the library raises Exception itself
+            raise HeadgateError(f"the tokenizer cannot encode this text: {error}") from error
         return [np.array(encoding.ids, dtype=self.dtype) for encoding in encodings]
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -116,8 +121,10 @@ def make_tokenizer(
         return Tokenizer(_byte_definition(), end_of_text=end_of_text)
     kind, _, size = name.partition(":")
     if kind == "bpe":
-        if not size.isdecimal() or int(size) < 257:
-            raise HeadgateError(f"tokenizer {name!r} is not bpe:N with N at least 257, as in bpe:4096")
+        if not size.isdecimal() or len(size) > 9 or not 257 <= int(size) <= LARGEST_BPE:
+            raise HeadgateError(
+                f"tokenizer {name!r} is not bpe:N with N from 257 to {LARGEST_BPE}, as in bpe:4096"
+            )
         return Tokenizer(_trained_definition(int(size), training_texts()), end_of_text=end_of_text)
     definition, default_end = _read(name)
     try:
@@ -164,7 +171,7 @@ def _trained_definition(size: int, texts: Iterable[str]) -> str:
     if tokenizer.get_vocab_size() < size:
         raise HeadgateError(
             f"tokenizer 'bpe:{size}' found only {tokenizer.get_vocab_size()} entries in the training split; "
-            "ask for fewer, or bring more text"
+            "ask for fewer, bring more text, or raise --max-tokens, which limits what it learns from"
         )
     return str(tokenizer.to_str())
 
@@ -187,7 +194,11 @@ def _read(name: str) -> tuple[str, str | None]:
         config_path = f"{root}/tokenizer_config.json"
         config = {}
         if filesystem.exists(config_path):
-            config = json.loads(decode(filesystem.cat_file(config_path), config_path))
+            text = decode(filesystem.cat_file(config_path), config_path)
+            try:
+                config = json.loads(text)
+            except ValueError as error:
+                raise HeadgateError(f"{config_path!r} is not JSON: {error}; mend it, or remove it") from error
     end = config.get("eos_token") if isinstance(config, dict) else None
     end = end.get("content") if isinstance(end, dict) else end
     return definition, end if isinstance(end, str) else None

@@ -8,7 +8,7 @@ import ctypes
 import os
 import sys
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -32,6 +32,8 @@ class Chunk(NamedTuple):
     """Some documents, and the place in the source right after them."""
 
     texts: list[str]
+    places: list[str]
+    """Where each of them stands: its file and row."""
     file: int
     row: int
     """Rows of the file that are done with; 0 at the beginning of one."""
@@ -54,23 +56,22 @@ class Encoded(NamedTuple):
 def read_chunks(source: Source, file: int, row: int) -> Iterator[Chunk]:
     """The documents from a place on. A chunk ends with its file, but for files of one document each."""
     texts: list[str] = []
+    places: list[str] = []
     size = 0
     for index in range(file, len(source.files)):
-        for document in source.documents(source.files[index], after=row):
+        current = source.files[index]
+        for document in source.documents(current, after=row):
             texts.append(document.text)
+            places.append(repr(current.name) if current.whole else f"{current.name!r}, row {document.row}")
             size += len(document.text)
-            if size >= CHUNK_CHARACTERS and not source.files[index].whole:
-                yield Chunk(texts, index, document.row, document.share)
-                texts, size = [], 0
+            if size >= CHUNK_CHARACTERS and not current.whole:
+                yield Chunk(texts, places, index, document.row, document.share)
+                texts, places, size = [], [], 0
         row = 0
         is_last = index + 1 == len(source.files)
-        if (
-            size >= CHUNK_CHARACTERS
-            or is_last
-            or not (source.files[index].whole and source.files[index + 1].whole)
-        ):
-            yield Chunk(texts, index + 1, 0, 0.0)
-            texts, size = [], 0
+        if size >= CHUNK_CHARACTERS or is_last or not (current.whole and source.files[index + 1].whole):
+            yield Chunk(texts, places, index + 1, 0, 0.0)
+            texts, places, size = [], [], 0
 
 
 def encode_in_order(
@@ -89,7 +90,7 @@ def encode_in_order(
                     except (StopIteration, HeadgateError) as error:
                         end = error
                     else:
-                        pending.append((chunk, pool.submit(encode, tokenizer, chunk.texts)))
+                        pending.append((chunk, pool.submit(encode, tokenizer, chunk)))
                 if not pending:
                     break
                 chunk, future = pending.popleft()
@@ -100,20 +101,39 @@ def encode_in_order(
             raise end
 
 
-def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> Encoded:
-    data = [text.encode() for text in texts]
-    pieces = tokenizer.encode(texts)
+def encode(tokenizer: Tokenizer, chunk: Chunk) -> Encoded:
+    data = [text.encode() for text in chunk.texts]
+    try:
+        pieces = tokenizer.encode(chunk.texts)
+    except HeadgateError:
+        _name_the_text(tokenizer, chunk)
+        raise
     lengths = np.array([len(piece) + 1 for piece in pieces], dtype=np.int64)
     tokens = np.full(lengths.sum(), tokenizer.end_of_text_id, dtype=tokenizer.dtype)
     start = 0
     for piece in pieces:
         tokens[start : start + len(piece)] = piece
         start += len(piece) + 1
+    if np.count_nonzero(tokens == tokenizer.end_of_text_id) > len(pieces):
+        number = next(n for n, piece in enumerate(pieces) if tokenizer.end_of_text_id in piece)
+        raise HeadgateError(
+            f"{chunk.places[number]}: its text holds {tokenizer.end_of_text!r}, the token that is to end a "
+            "document and nothing else; choose another with --end-of-text"
+        )
     sizes = np.array([len(text) for text in data], dtype=np.int64)
     keys = np.array([document_key(text) for text in data], dtype=np.uint64)
     if sizes.sum() >= 8 * CHUNK_CHARACTERS:
         _give_memory_back()
     return Encoded(tokens, lengths, sizes, keys)
+
+
+def _name_the_text(tokenizer: Tokenizer, chunk: Chunk) -> None:
+    """Raise for the first text of a chunk that cannot be encoded."""
+    for text, place in zip(chunk.texts, chunk.places, strict=True):
+        try:
+            tokenizer.encode([text])
+        except HeadgateError as error:
+            raise HeadgateError(f"{place}: {error}") from error
 
 
 def _give_memory_back() -> None:

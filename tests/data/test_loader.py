@@ -177,6 +177,13 @@ def test_document_ids_follow_the_index(size: tuple[int, int, int]) -> None:
                 assert row_ids == [0, *itertools.accumulate(changes)]
 
 
+def test_documents_without_tokens_lose_no_boundary(tmp_path: Path) -> None:
+    np.arange(12, dtype="<u2").tofile(tmp_path / "a.ds")
+    np.array([5] * 6 + [6, 12], dtype="<u8").tofile(tmp_path / "a.ds.index")
+    ids = Windows(open_split(tmp_path, "train"), 4).document_ids([0, 1])
+    assert np.diff(ids.numpy()).astype(bool).tolist() == [[False, False, False], [True, True, False]]
+
+
 def test_a_loss_mask_takes_targets_out(tmp_path: Path) -> None:
     split = make_split(tmp_path, 200, shard_tokens=37, loss=True)
     assert len(split.shards) > 3
@@ -211,5 +218,8 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     for name, value in (("length", 6), ("seed", 1), ("tokens", 51)):
         with pytest.raises(HeadgateError, match=f"was made with {name}={value}, not"):
             Loader(split, length=5, batch_size=1, state={**state, name: value})
+    for samples in (-3, 1.5):
+        with pytest.raises(HeadgateError, match=f"state has samples={samples}; expected a whole number"):
+            Loader(split, length=5, batch_size=1, state={**state, "samples": samples})  # type: ignore[dict-item]
     with pytest.raises(HeadgateError, match="has no 'samples'"):
         Loader(split, length=5, batch_size=1, state={"seed": 0})

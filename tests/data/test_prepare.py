@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import resource
+import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from headgate.config import locked
 from headgate.data import prepare as preparing
 from headgate.data import shards, workers
 from headgate.data.prepare import Request, prepare
+from headgate.data.progress import Display
 from headgate.data.shards import Manifest, check, open_split, read_manifest
 from headgate.data.splits import Seen, document_key, parse_shares, split_of
 from headgate.data.tokenizers import Tokenizer
@@ -255,6 +257,141 @@ def test_a_folder_with_other_things_in_it_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(HeadgateError, match="holds 'train', which is not of a prepare"):
         prepare(Request(str(tmp_path / "in"), "byte"), tmp_path / "out")
     assert tree(tmp_path / "out") == {"train/cluster.ds": b"precious"}
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / ".notes.tmp").write_bytes(b"precious")
+    with pytest.raises(HeadgateError, match=r"holds '.notes.tmp', which is not of a prepare"):
+        prepare(Request(str(tmp_path / "in"), "byte"), tmp_path / "foreign")
+    assert tree(tmp_path / "foreign") == {".notes.tmp": b"precious"}
+
+
+def test_only_what_prepare_left_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_text('{"text": "good"}\n')
+    (tmp_path / "in" / "b.jsonl").write_text("[]\n")
+    out, request = tmp_path / "out", Request(str(tmp_path / "in"), "byte", splits=(1, 0, 0))
+    out.mkdir()
+    (out / ".progress.json.123.tmp").write_text("{")
+    with pytest.raises(HeadgateError, match=r"'b.jsonl', line 1 holds a list"):
+        prepare(request, out, workers=1)
+    foreign = [out / "train" / "x.tmp", out / "train" / "notes.ds.tmp", out / ".notes.tmp"]
+    for path in foreign:
+        path.write_text("precious")
+    (tmp_path / "in" / "b.jsonl").write_text("")
+    assert prepare(request, out, workers=1).split("train").documents == 1
+    assert [path.read_text() for path in foreign] == ["precious"] * 3
+    assert {path.name for path in out.iterdir() if path.is_file()} == {
+        ".notes.tmp",
+        "manifest.json",
+        "sources.jsonl",
+        "tokenizer.json",
+    }
+
+
+def test_the_output_may_lie_in_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_mixed(tmp_path)
+    (tmp_path / "bad.jsonl").write_text("[]\n")
+    request = Request(".", "byte")
+    with pytest.raises(HeadgateError, match=r"'bad.jsonl', line 1 holds a list"):
+        prepare(request, "data", workers=1)
+    kept = json.loads((tmp_path / "data" / "progress.json").read_text())["now"]
+    assert kept["file"] == 2
+    (tmp_path / "bad.jsonl").write_text("")
+    first = prepare(request, "data", workers=1)
+    assert prepare(request, "data", workers=1) == first  # its own sources.jsonl is no source
+    second = prepare(request, "other", workers=1)
+    assert (second.sources, second.splits) == (first.sources, first.splits)
+    (tmp_path / "data" / "notes.txt").write_text("not of the source")
+    for name in (".", "**/*.jsonl", "**/*.txt"):
+        assert not any("data/" in file.name for file in preparing.Source(name, out=Path("third")).files)
+    with pytest.raises(HeadgateError, match="source 'data' is a folder of shards that prepare wrote"):
+        prepare(Request("data", "byte"), "third")
+
+
+def test_a_finished_folder_that_lost_a_shard_is_refused(tmp_path: Path) -> None:
+    write_mixed(tmp_path / "in")
+    out, request = tmp_path / "out", Request(str(tmp_path / "in"), "byte")
+    prepare(request, out, workers=1)
+    shard = out / "train" / "00000.ds"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-2])
+    with pytest.raises(
+        HeadgateError, match=r"00000.ds has .* damaged; delete the folder and prepare it again"
+    ):
+        prepare(request, out)
+    shard.unlink()
+    with pytest.raises(HeadgateError, match=r"00000.ds is missing; delete the folder and prepare it again"):
+        prepare(request, out)
+    shard.write_bytes(whole)
+    (out / "sources.jsonl").write_text("{")
+    with pytest.raises(HeadgateError, match=r"sources.jsonl is damaged"):
+        prepare(request, out)
+
+
+def test_a_finished_folder_need_not_be_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_mixed(tmp_path / "in")
+    request = Request(str(tmp_path / "in"), "byte")
+    first = prepare(request, tmp_path / "out", workers=1)
+    monkeypatch.setattr("headgate.config.locked", read_only)
+    assert prepare(request, tmp_path / "out") == first
+
+
+def read_only(folder: Path, doing: str) -> Any:
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(folder / ".lock"))
+
+
+def test_nothing_is_said_to_be_kept_where_nothing_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    request, out = Request(str(tmp_path / "a.txt"), "byte"), tmp_path / "out"
+
+    def removed(*arguments: Any) -> Any:
+        shutil.rmtree(out)
+        raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(preparing, "_append", removed)
+        with pytest.raises(HeadgateError, match=r"out' cannot be written: No such file or directory$"):
+            prepare(request, out, workers=1)
+    monkeypatch.setattr("headgate.config.locked", read_only)
+    with pytest.raises(HeadgateError, match=r".lock' cannot be written: Read-only file system$"):
+        prepare(request, out, workers=1)
+
+
+def test_a_refusal_leaves_no_folder_above_behind(tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text("[]\n")
+    for before in (False, True):
+        if before:
+            (tmp_path / "p" / "q").mkdir(parents=True)
+        with pytest.raises(HeadgateError, match="line 1 holds a list"):
+            prepare(Request(str(tmp_path / "bad.jsonl"), "byte"), tmp_path / "p" / "q" / "r")
+        assert (tmp_path / "p").exists() == before
+        assert not (tmp_path / "p" / "q" / "r").exists()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_text_that_holds_the_end_of_text_is_named(tmp_path: Path, small_chunks: None, count: int) -> None:
+    """A token that is not special may come out of any text."""
+    texts = [text.replace("a", "o") for text in make_texts(60)]
+    write_parquet(tmp_path / "in.parquet", [*texts, "with an a in it", *texts])
+    request = Request(str(tmp_path / "in.parquet"), "byte", end_of_text="<0x61>")
+    with pytest.raises(HeadgateError, match=r"'in.parquet', row 61: its text holds '<0x61>', the token that"):
+        prepare(request, tmp_path / "out", workers=count)
+    write_parquet(tmp_path / "in.parquet", texts)
+    prepare(request, tmp_path / "out", workers=count)
+    assert check(tmp_path / "out") is not None
+
+
+def test_a_text_that_the_tokenizer_cannot_encode_is_named(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({"good": 0}, unk_token="absent"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.add_special_tokens(["<eos>"])
+    words.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.jsonl").write_text('{"text": "good"}\n{"text": "worse"}\n')
+    request = Request(str(tmp_path / "a.jsonl"), str(tmp_path / "tokenizer.json"))
+    with pytest.raises(HeadgateError, match=r"'a.jsonl', row 2: the tokenizer cannot encode this text: "):
+        prepare(request, tmp_path / "out", workers=1)
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -355,6 +492,11 @@ def test_two_at_once_are_kept_apart(tmp_path: Path) -> None:
         (["empty.jsonl"], "is empty"),
         (["good.jsonl", "--tokenizer", "nonsense"], "tokenizer 'nonsense' is unknown"),
         (["good.jsonl", "--tokenizer", "bpe:4096"], "found only"),
+        (
+            ["good.jsonl", "--splits", "1/100000/0"],
+            "has no text that falls into the training split of --splits 1/",
+        ),
+        ([""], "the source is an empty name"),
         (["good.jsonl", "--text-column", "body"], "has no 'body'"),
         (["good.jsonl", "--splits", "80/20"], "splits '80/20' are not whole shares of train"),
         (["good.jsonl", "--splits", "0/1/1"], "leave nothing to train on"),
@@ -408,6 +550,29 @@ def test_the_command_prepares_and_checks(tmp_path: Path, headgate: Run) -> None:
     assert "val/00000.ds is damaged" in errors
     assert headgate("prepare", "somewhere")[0] == 2
     assert headgate("prepare", "stdlib", out, "--check", out)[0] == 2
+    for option in (["--tokenizer", "byte"], ["--splits", "8/1/1"], ["--workers", "2"], ["--dedup"]):
+        code, _, errors = headgate("prepare", "--check", out, *option)
+        assert code == 2
+        assert f"does not take {option[0]}" in errors
+
+
+def test_the_progress_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    seconds = 0.0
+    monkeypatch.setattr("headgate.data.progress.time.monotonic", lambda: seconds)
+    with Display() as display:
+        # What an earlier call had done counts in the totals, not in the speed.
+        display.update(documents=500, text_bytes=10_000_000, tokens=3_000_000, share=0.1)
+        seconds = 20.0
+        display.update(documents=1000, text_bytes=60_000_000, tokens=9_000_000, share=0.2)
+        assert capsys.readouterr().err == ""  # not more often than every 30 seconds
+        seconds = 40.0
+        display.update(documents=2500, text_bytes=110_000_000, tokens=15_000_000, share=0.3)
+        seconds = 80.0
+        display.update(documents=2500, text_bytes=110_000_000, tokens=15_000_000, share=0.1)
+    assert capsys.readouterr().err.splitlines() == [
+        " 30%  2,500 documents, 2.5 MB/s, 300,000 tokens/s, 0:02:20 left",
+        " 10%  2,500 documents, 1.2 MB/s, 150,000 tokens/s, unknown time left",
+    ]
 
 
 def test_help_needs_none_of_the_heavy_modules() -> None:

@@ -1,12 +1,17 @@
 """The recall source: what its sequences hold, that only answers count, and what their distances are."""
 
+import multiprocessing
+import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from data_examples import Run
+from data_examples import Run, tree
 
+from headgate.data import recall as making
+from headgate.data import shards
 from headgate.data.loader import IGNORED, Windows
 from headgate.data.recall import Recall, distances, parse, prepare_recall, sequences
 from headgate.data.shards import check, open_split
@@ -108,12 +113,85 @@ def test_the_command(headgate: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([SOURCE, "--splits", "0/0/0"], "splits=(0, 0, 0) leave nothing to train on"),
+        ([SOURCE, "--splits", "0/1/1"], "splits=(0, 1, 1) leave nothing to train on"),
+        ([f"{SOURCE},sequences=20"], "option 'sequences' stands twice"),
+        ([SOURCE, "--tokenizer", "byte"], "does not take --tokenizer, but 'byte' was given; leave it out"),
+        ([SOURCE, "--max-tokens", "5"], "does not take --max-tokens"),
+        ([SOURCE, "--dedup"], "does not take --dedup"),
+        ([SOURCE, "--workers", "1"], "does not take --workers"),
+        ([SOURCE, "--text-column", "body"], "does not take --text-column"),
+        ([SOURCE, "--end-of-text", "<eos>"], "does not take --end-of-text"),
+    ],
+)
+def test_what_recall_cannot_honour_is_refused(
+    headgate: Run, tmp_path: Path, arguments: list[str], words: str
+) -> None:
+    code, _, errors = headgate("prepare", arguments[0], tmp_path / "data", *arguments[1:])
+    assert code == 2
+    assert words in errors
+    assert not (tmp_path / "data").exists()
+
+
+def test_in_the_current_folder(
+    headgate: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert headgate("prepare", SOURCE, ".")[0] == 0
+    assert tree(tmp_path) == tree(folder)
+    monkeypatch.chdir(tmp_path / "val")
+    code, _, errors = headgate("prepare", SOURCE, ".")
+    assert code == 2
+    assert "holds '00000.ds', which is not of a prepare; choose another folder" in errors
+
+
+def test_two_at_once_are_kept_apart(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recall, out = parse(SOURCE), tmp_path / "data"
+    assert recall is not None
+    write, context = making._write, multiprocessing.get_context("fork")
+
+    def meanwhile(*arguments: Any) -> None:
+        process = context.Process(target=prepare_recall, args=(recall, SOURCE, (80, 10, 10), out))
+        process.start()
+        process.join()
+        assert process.exitcode == 1
+        write(*arguments)
+
+    monkeypatch.setattr(making, "_write", meanwhile)
+    prepare_recall(recall, SOURCE, (80, 10, 10), out)
+    assert tree(out) == tree(folder)
+
+
+def test_an_interrupted_one_begins_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recall, out = parse(SOURCE), tmp_path / "data"
+    assert recall is not None
+    context = multiprocessing.get_context("fork")
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "publish", lambda *arguments: os._exit(9))
+        process = context.Process(target=prepare_recall, args=(recall, SOURCE, (80, 10, 10), out))
+        process.start()
+        process.join()
+    assert process.exitcode == 9
+    with pytest.raises(HeadgateError, match="is not finished"):
+        open_split(out, "train")
+    prepare_recall(recall, SOURCE, (80, 10, 10), out)
+    assert tree(out) == tree(folder)
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"context": 64, "pairs": 20, "queries": 20}, "context=64 is too short"),
         ({"pairs": 4, "queries": 5}, "queries=5 are more than pairs=4"),
         ({"keys": 8}, "keys=8 are too few"),
         ({"noise": 0}, "noise=0 is too small"),
+        ({"seed": -1}, "seed=-1 is too small"),
+        ({"context": 10**12}, "context=1000000000000 is too large; it must be at most 1048576"),
+        ({"keys": 2000, "values": 2000, "joined": True}, "vocab_size=4002065 is too large"),
     ],
 )
 def test_what_cannot_be_made_is_refused(options: dict[str, int], message: str) -> None:

@@ -1,5 +1,8 @@
 """Shards are written as they are described, and damage of any kind is named before use."""
 
+import errno
+import io
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -112,6 +115,111 @@ def test_damage_is_named(prepared: Path, tmp_path: Path, name: str, damage: Call
             with pytest.raises(HeadgateError, match=name.removesuffix(".index")):
                 open_split(tmp_path / "out", "train", verify=False)
     assert open_split(tmp_path / "out", "val").tokens > 0
+
+
+def test_damage_says_what_helps(prepared: Path, tmp_path: Path) -> None:
+    for damage in (cut_short, flip, Path.unlink):
+        shutil.copytree(prepared, tmp_path / "out")
+        damage(tmp_path / "out" / "train/00000.ds")
+        with pytest.raises(HeadgateError, match=r"; delete the folder and prepare it again$"):
+            check(tmp_path / "out")
+        shutil.rmtree(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("train/00000.ds", errno.EACCES),
+        ("train/00000.ds.index", errno.EIO),
+        ("tokenizer.json", errno.EACCES),
+        ("manifest.json", errno.EACCES),
+    ],
+)
+def test_what_cannot_be_read_is_one_sentence(
+    prepared: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+) -> None:
+    """Simulated, for the superuser may read everything."""
+    opened, read = io.open, np.fromfile
+
+    def refused(path: Any, *arguments: Any, **options: Any) -> Any:
+        if str(path).endswith(name):
+            raise OSError(number, os.strerror(number), *([str(path)] if number == errno.EACCES else []))
+        return (read if "dtype" in options else opened)(path, *arguments, **options)
+
+    monkeypatch.setattr("io.open", refused)
+    monkeypatch.setattr(np, "fromfile", refused)
+    with pytest.raises(HeadgateError, match=rf"{name.removesuffix('.index')}.* cannot be read: .+"):
+        check(prepared)
+    if name.startswith("train"):
+        with pytest.raises(HeadgateError, match="cannot be read"):
+            open_split(prepared, "train")
+
+
+def test_a_folder_in_place_of_a_file_is_one_sentence(prepared: Path, tmp_path: Path) -> None:
+    for name in ("train/00000.ds.index", "train/00000.ds", "sources.jsonl", "manifest.json"):
+        shutil.copytree(prepared, tmp_path / "out")
+        (tmp_path / "out" / name).unlink()
+        (tmp_path / "out" / name).mkdir()
+        with pytest.raises(HeadgateError, match=name.removesuffix(".index")):
+            check(tmp_path / "out")
+        shutil.rmtree(tmp_path / "out")
+
+
+def test_an_unreadable_folder_of_foreign_shards_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(path: str) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "scandir", refused)
+    for use in (check, lambda folder: open_split(folder, "train")):
+        with pytest.raises(HeadgateError, match=rf"{tmp_path} cannot be read: Permission denied"):
+            use(tmp_path)
+
+
+def test_a_loss_mask_is_used_only_if_the_manifest_knows_it(prepared: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(prepared, out)
+    (out / "train/00000.ds.loss").write_bytes(bytes(open_split(out, "train").tokens))
+    for use in (check, lambda folder: open_split(folder, "train", verify=False)):
+        with pytest.raises(HeadgateError, match=r"00000.ds.loss is not in the manifest of its folder"):
+            use(out)
+    (out / "train/00000.ds.loss").unlink()
+    values = config.to_dict(read_manifest(prepared))
+    sums = values["splits"][0]["shards"][0]["sha256"]
+    for changed, words in (
+        ({**sums, ".ds.loss": "0"}, r"00000.ds.loss is missing"),
+        ({".ds": sums[".ds"]}, r"00000.ds.index is not in the manifest"),
+        ({".ds.index": sums[".ds.index"]}, r"00000.ds is not in the manifest"),
+    ):
+        values["splits"][0]["shards"][0]["sha256"] = changed
+        config.save(values, out / "manifest.json")
+        with pytest.raises(HeadgateError, match=words):
+            open_split(out, "train")
+
+
+def test_a_manifest_of_another_format_or_without_a_split(prepared: Path, tmp_path: Path) -> None:
+    values = config.to_dict(read_manifest(prepared))
+    config.save({**values, "format": 2}, tmp_path / "manifest.json")
+    for use in (check, lambda folder: open_split(folder, "train")):
+        with pytest.raises(HeadgateError, match=r"is of format 2, and headgate .* reads format 1"):
+            use(tmp_path)
+    config.save({**values, "splits": values["splits"][1:]}, tmp_path / "manifest.json")
+    for name in ("tokenizer.json", "sources.jsonl"):
+        shutil.copy(prepared / name, tmp_path)
+    for use in (check, lambda folder: open_split(folder, "train")):
+        with pytest.raises(HeadgateError, match="the manifest has no split 'train'"):
+            use(tmp_path)
+
+
+def test_a_flat_folder_is_train_without_its_other_splits(tmp_path: Path) -> None:
+    for name in ("a", "more/b", "val/c", "deep/test/d"):
+        path = tmp_path / f"{name}.ds"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        np.arange(10, dtype="<u2").tofile(path)
+        np.array([10], dtype="<u8").tofile(f"{path}.index")
+    assert [shard.path.name for shard in open_split(tmp_path, "train").shards] == ["a.ds", "b.ds"]
+    assert [shard.path.name for shard in open_split(tmp_path, "val").shards] == ["c.ds"]
 
 
 def test_check_finds_what_checksums_cannot(prepared: Path, tmp_path: Path) -> None:

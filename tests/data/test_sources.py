@@ -1,7 +1,9 @@
 """Documents come in the same order from every kind of place, and a bad one is named by file and row."""
 
+import errno
 import gzip
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -75,11 +77,8 @@ def test_stdlib_is_python_without_its_tests() -> None:
     assert [document.text for document in source.documents(file)] == [Path(json.decoder.__file__).read_text()]
 
 
-def cut(data: bytes) -> bytes:
-    return data[: len(data) - 9]
-
-
 LINES = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in make_texts(500))
+ZSTD_BLOCK = 1 << 17  # it is decoded whole or not at all
 
 
 @pytest.mark.parametrize(
@@ -93,8 +92,6 @@ LINES = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in make_te
         ("a.jsonl", b'{"text": "\\ud800"}\n', "line 1 holds half a surrogate pair"),
         ("a.jsonl", b"[" * 100_000, "line 1 is not JSON"),
         ("a.txt", b"good\nbad \xe9\n", "'a.txt', line 2, is not UTF-8"),
-        ("a.jsonl.gz", cut(gzip.compress(LINES)), "'a.jsonl.gz', after line"),
-        ("a.jsonl.zst", cut(pa.compress(LINES, codec="zstd", asbytes=True)), "'a.jsonl.zst', after line"),
         ("a.jsonl.zst", b"not zstd at all", "'a.jsonl.zst', after line 0, cannot be read"),
         ("a.parquet", b"PAR1 and no more", "'a.parquet' is not a whole parquet file"),
         ("a.parquet", b"", "'a.parquet' is not a whole parquet file"),
@@ -106,6 +103,68 @@ def test_a_bad_file_is_named_with_its_row(tmp_path: Path, name: str, content: by
         texts_of(str(tmp_path))
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("compression", ["gz", "zst"])
+def test_what_stands_before_a_cut_is_read(tmp_path: Path, compression: str) -> None:
+    lines = 2 * LINES
+    data = gzip.compress(lines) if compression == "gz" else pa.compress(lines, codec="zstd", asbytes=True)
+    whole = 1000 if compression == "gz" else lines[: len(lines) // ZSTD_BLOCK * ZSTD_BLOCK].count(b"\n")
+    (tmp_path / f"a.jsonl.{compression}").write_bytes(data[:-9])
+    source, read = Source(str(tmp_path)), []
+    documents = source.documents(source.files[0])
+    with pytest.raises(HeadgateError, match=f"'a.jsonl.{compression}', after line {whole}, cannot be read"):
+        read.extend(document.text for document in documents)
+    assert read == (2 * make_texts(500))[:whole]
+    assert whole > 0
+
+
+def test_a_byte_order_mark_is_dropped(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone")
+    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "two"}\n')
+    assert texts_of(str(tmp_path)) == ["one", "two"]
+
+
+def test_links_to_files_are_read_and_links_to_folders_not(tmp_path: Path) -> None:
+    """A snapshot of the hub's cache is a folder of links."""
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
+    blobs.mkdir()
+    (snapshot / "sub").mkdir(parents=True)
+    (blobs / "0123").write_text("one")
+    (snapshot / "a.txt").symlink_to(Path("..", "blobs", "0123"))
+    (snapshot / "sub" / "b.txt").symlink_to(blobs / "0123")
+    (snapshot / "around").symlink_to(snapshot)
+    assert texts_of(str(snapshot)) == texts_of(f"{snapshot}/**/*.txt") == ["one", "one"]
+    assert texts_of(str(snapshot / "a.txt")) == texts_of(f"{snapshot}/*.txt") == ["one"]
+    assert Source(str(snapshot)).files[0].size == 3
+    (blobs / "0123").unlink()
+    with pytest.raises(HeadgateError, match=r"a.txt' in source .* is a link to '../blobs/0123', which"):
+        Source(str(snapshot))
+
+
+def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "locked" / "below").mkdir(parents=True)
+    (tmp_path / "a.txt").write_text("one")
+    scandir = os.scandir
+
+    def refused(path: str) -> Any:
+        if str(path).endswith("locked"):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    for given in (str(tmp_path), f"{tmp_path}/**/*.txt", f"{tmp_path}/l*/*.txt"):
+        with pytest.raises(HeadgateError, match=r"cannot be read: PermissionError: .*locked'"):
+            Source(given)
+    assert texts_of(f"{tmp_path}/*.txt") == ["one"]  # nothing of it could be in there
+    assert texts_of(f"{tmp_path}/[!l]*") == ["one"]
+
+
+def test_a_hidden_file_is_read_when_it_is_named(tmp_path: Path) -> None:
+    (tmp_path / ".a.txt").write_text("one")
+    (tmp_path / "b.txt").write_text("two")
+    assert texts_of(str(tmp_path / ".a.txt")) == ["one"]
+    assert texts_of(str(tmp_path)) == ["two"]
 
 
 def test_bad_parquet_rows_are_named(tmp_path: Path) -> None:
@@ -140,6 +199,9 @@ def test_a_parquet_file_damaged_in_the_middle_names_where(tmp_path: Path) -> Non
         ("empty/*.txt", "source 'empty/\\*.txt' is empty"),
         ("a.csv", "source 'a.csv' is of a kind unknown here"),
         ("zzz://a", "source 'zzz://a' cannot be reached: Protocol not known"),
+        ("", "the source is an empty name; expected 'stdlib', a file"),
+        ("ftp://host.invalid/a.txt", "source 'ftp://host.invalid/a.txt' cannot be reached: "),
+        ("a**/b.txt", r"source 'a\*\*/b.txt' is no glob"),
     ],
 )
 def test_a_source_that_is_none(
@@ -249,3 +311,9 @@ def test_without_the_hub_extra_it_is_said_what_to_install(monkeypatch: pytest.Mo
     }[what]
     with pytest.raises(HeadgateError, match=r"pip install 'headgate\[hf\]'"):
         use()
+
+
+def test_without_another_package_the_right_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(HeadgateError, match=r"'s3://a' needs a package that is not installed; Install s3fs"):
+        Source("s3://a")

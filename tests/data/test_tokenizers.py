@@ -105,12 +105,15 @@ def test_the_end_of_text_is_found_or_asked_for(tmp_path: Path) -> None:
     ("name", "words"),
     [
         ("bite", "tokenizer 'bite' is unknown; expected 'byte', 'bpe:N'"),
-        ("bpe:many", "'bpe:many' is not bpe:N with N at least 257"),
+        ("bpe:many", "'bpe:many' is not bpe:N with N from 257 to 1048576"),
+        ("bpe:3000000000", "'bpe:3000000000' is not bpe:N"),
+        ("bpe:99999999999999999999", "'bpe:9+' is not bpe:N"),
         ("bpe:256", "'bpe:256' is not bpe:N"),
-        ("bpe:90000", r"'bpe:90000' found only \d+ entries in the training split"),
+        ("bpe:90000", r"'bpe:90000' found only \d+ entries in the training split; .* raise --max-tokens"),
         ("./absent/tokenizer.json", "is unknown"),
         ("folder", "folder 'folder' has no tokenizer.json"),
         ("broken.json", "not one that tokenizers can load"),
+        ("beside", "'.*/beside/tokenizer_config.json' is not JSON: .*; mend it, or remove it"),
     ],
 )
 def test_a_bad_tokenizer_is_one_clear_sentence(
@@ -119,6 +122,9 @@ def test_a_bad_tokenizer_is_one_clear_sentence(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     (tmp_path / "broken.json").write_text("{}")
+    (tmp_path / "beside").mkdir()
+    (tmp_path / "beside" / "tokenizer.json").write_text(BYTE.definition)
+    (tmp_path / "beside" / "tokenizer_config.json").write_text("{")
     with pytest.raises(HeadgateError, match=words):
         make_tokenizer(name, training_texts=lambda: TEXTS)
 

@@ -1,0 +1,121 @@
+"""The folder that prepare writes: whose it is, how far it has come, and what is taken away again.
+
+A folder is one process's at a time. `progress.json` marks it as begun: until a document is noted there, all
+that prepare may have written is removed before another beginning. Nothing else in a folder is ever touched.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headgate import config
+from headgate.data.shards import SPLITS, WRITTEN, SplitState
+from headgate.errors import HeadgateError
+
+SMALL = ("sources.jsonl", "tokenizer.json", "manifest.json", "progress.json")
+LEFTOVER = re.compile(rf"\.({'|'.join(map(re.escape, SMALL))})\.\d+\.tmp")
+"""What an interrupted write of a small file leaves."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A place in the source, and what had been written when it was reached."""
+
+    file: int = 0
+    row: int = 0
+    repeats: int = 0
+    splits: tuple[SplitState, ...] = tuple(SplitState(name) for name in SPLITS)
+
+    @property
+    def documents(self) -> int:
+        return sum(split.documents for split in self.splits)
+
+    @property
+    def tokens(self) -> int:
+        return sum(split.tokens for split in self.splits)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What `progress.json` holds while the work is not done."""
+
+    request: Mapping[str, Any]
+    now: Checkpoint = Checkpoint()
+    file_start: Checkpoint = Checkpoint()
+    """Where to go back to if the file being read has changed meanwhile, as when a bad row was mended."""
+    fingerprint: str = ""
+    """Of the file being read."""
+    end_of_text: str = ""
+    """The tokenizer's closing token, once the folder has a tokenizer."""
+    finished: bool = False
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether nothing is left to do in it, not even to clear away."""
+    return os.path.exists(folder / "manifest.json") and not os.path.exists(folder / "progress.json")
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Keep a folder for this process; it is made if it is missing, and removed if nothing was left in it."""
+    made: list[Path] = []
+    try:
+        try:
+            made = [path for path in (folder, *folder.parents) if not path.exists()]
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise HeadgateError(f"folder {str(folder)!r} cannot be made: {error.strerror}") from error
+        with config.locked(folder, "prepared"):
+            yield
+    except OSError as error:
+        kept = "; what was done before is kept, and the same command continues from there"
+        raise HeadgateError(
+            f"{str(error.filename or folder)!r} cannot be written: {error.strerror}"
+            f"{kept if os.path.exists(folder / 'progress.json') else ''}"
+        ) from error
+    finally:
+        for path in made:
+            with suppress(OSError):
+                path.rmdir()
+
+
+def begun(folder: Path) -> Progress | None:
+    """What an earlier call noted here; None, and the folder empty, where no document had been kept."""
+    if (folder / "progress.json").exists():
+        progress = config.load(Progress, folder / "progress.json")
+        if progress.now.documents:
+            return progress
+        remove_all(folder)
+    foreign = sorted(
+        child.name
+        for child in folder.iterdir()
+        if child.name != ".lock" and not LEFTOVER.fullmatch(child.name)
+    )
+    if foreign:
+        raise HeadgateError(
+            f"{str(folder)!r} holds {foreign[0]!r}, which is not of a prepare; choose another folder"
+        )
+    remove(folder)
+    return None
+
+
+def remove(folder: Path, *names: str) -> None:
+    """Remove these files, and what an interrupted write of a small file left under its temporary name."""
+    leftovers = [path for path in folder.glob(".*.tmp") if LEFTOVER.fullmatch(path.name)]
+    for path in [*leftovers, *(folder / name for name in names)]:
+        path.unlink(missing_ok=True)
+
+
+def remove_all(folder: Path) -> None:
+    """Empty a folder in which no document has been kept yet; its mark of ownership goes last."""
+    for home in (folder / name for name in SPLITS):
+        for path in home.glob("*.ds*"):
+            if WRITTEN.fullmatch(path.name):
+                path.unlink()
+        with suppress(OSError):
+            home.rmdir()
+    remove(folder, "keys.tmp", "sources.jsonl", "tokenizer.json", "progress.json")
