@@ -210,7 +210,8 @@ def papers() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    table.__name__: table for table in (text, short, against, ablations, test, late, start, recall, long, papers)
+    table.__name__: table
+    for table in (text, short, against, ablations, test, late, start, recall, long, papers)
 }
 
 
