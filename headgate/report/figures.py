@@ -1,9 +1,11 @@
 """The figures of the page as Vega-Lite specifications, made with Altair from the results of a study.
 
 A figure has one or more views, of which the page shows one at a time. Every view keeps to a variant's colour,
-dash and shape, hides the variants in its parameter `hidden`, and is as wide as the page gives it room.
+dash and shape and is as wide as the page gives it room; one without a row for each variant hides those in its
+parameter `hidden`.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +22,17 @@ DARK_COLOURS = (
     "#cfcfcf", "#4da3e0", "#ff8c42", "#2fd3a0", "#f0a3cb", "#e6c04a", "#8fd3f7", "#c39bd9", "#d9a26b",
 )  # fmt: skip
 DASHES = ([1, 0], [6, 3], [2, 2], [8, 3, 2, 3])
-SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down")
+SHAPES = (
+    "M1,0A1,1,0,1,1,-1,0A1,1,0,1,1,1,0Z",
+    "M-0.9,-0.9H0.9V0.9H-0.9Z",
+    "M0,-1L1,0.8H-1Z",
+    "M0,-1.2L1,0L0,1.2L-1,0Z",
+    "M-0.4,-1H0.4V-0.4H1V0.4H0.4V1H-0.4V0.4H-1V-0.4H-0.4Z",
+    "M0,1L1,-0.8H-1Z",
+)
+"""Circle, square, triangle, diamond, cross, triangle upside down: as paths, which Vega and SVG both draw."""
+CROWD = 8
+"""More variants than that hide each other in one figure: no bands, and names only for those that matter."""
 HEIGHT = 300
 FROM_ZERO = alt.Scale(zero=True)
 ANYWHERE = alt.Scale(zero=False)
@@ -36,26 +48,34 @@ class Figure:
     """Specifications by the name of the view."""
 
 
-def colour(index: int) -> str:
-    return COLOURS[index % len(COLOURS)]
+@dataclass(frozen=True)
+class Look:
+    colour: str
+    dash: Sequence[int]
+    shape: str
+
+
+def look(index: int) -> Look:
+    """How a variant is drawn: by dash and colour its own among 36, by shape and colour among 54."""
+    again, first = divmod(index, len(COLOURS))
+    return Look(COLOURS[first], DASHES[again % len(DASHES)], SHAPES[(first + again) % len(SHAPES)])
 
 
 class Painter:
     """Charts in which a variant looks the same everywhere."""
 
     def __init__(self, labels: Sequence[str]) -> None:
-        numbers = range(len(labels))
-        repeat = [number // len(COLOURS) for number in numbers]
         self.labels = list(labels)
-        self.colour = alt.Color(
-            "label:N",
-            scale=alt.Scale(domain=self.labels, range=[colour(n) for n in numbers]),
-            legend=None,
-        )
-        dashes = [DASHES[min(repeat[n], len(DASHES) - 1)] for n in numbers]
-        self.dash = alt.StrokeDash("label:N", scale=alt.Scale(domain=self.labels, range=dashes), legend=None)
-        shapes = [SHAPES[n % len(SHAPES)] for n in numbers]
-        self.shape = alt.Shape("label:N", scale=alt.Scale(domain=self.labels, range=shapes), legend=None)
+        looks = [look(n) for n in range(len(labels))]
+
+        def scale(values: Sequence[Any]) -> alt.Scale:
+            return alt.Scale(domain=self.labels, range=list(values))
+
+        self.colour = alt.Color("label:N", scale=scale([one.colour for one in looks]), legend=None)
+        self.dash = alt.StrokeDash("label:N", scale=scale([one.dash for one in looks]), legend=None)
+        self.shape = alt.Shape("label:N", scale=scale([one.shape for one in looks]), legend=None)
+        crowded = len(self.labels) > CROWD
+        self.band = f"the band, drawn for up to {CROWD} variants at a time," if crowded else "the band"
 
     def chart(self, rows: Rows) -> alt.Chart:
         hidden = alt.param(name="hidden", value=[])
@@ -82,7 +102,8 @@ class Painter:
         middle = alt.Y(f"{y[0]}:Q", title=title, scale=scale)
         layers: list[Any] = [] if rule is None else [_level(rule, "y")]
         if band is not None:
-            known = chart.transform_filter(f"isValid(datum.{band[0]})").mark_area(opacity=0.15)
+            few = f"{len(self.labels)} - length(hidden) <= {CROWD}"
+            known = chart.transform_filter(f"{few} && isValid(datum.{band[0]})").mark_area(opacity=0.15)
             ends = alt.Y(f"{band[0]}:Q", title=title), alt.Y2(f"{band[1]}:Q")
             layers.append(known.encode(x, *ends, self.colour))
         layers.append(chart.mark_line(strokeWidth=2).encode(x, middle, self.colour, self.dash))
@@ -94,8 +115,9 @@ class Painter:
         self, rows: Rows, x: str, title: str, order: Sequence[str], *, rule: float
     ) -> dict[str, Any]:
         """A row for each variant: its mean and interval, the fields mean, low and high."""
-        chart = self.chart(rows)
-        y = alt.Y("label:N", sort=list(order), title=None, axis=alt.Axis(labelLimit=220, grid=False))
+        chart = alt.Chart(alt.Data(values=rows))
+        room = min(8 * max(map(len, order)), 320)
+        y = alt.Y("label:N", sort=list(order), title=None, axis=alt.Axis(labelLimit=room, grid=False))
         tooltip = [
             alt.Tooltip("label:N", title="variant"),
             alt.Tooltip("mean:Q", title=x, format="+.4f"),
@@ -122,7 +144,8 @@ def _finish(chart: Any, height: int = HEIGHT) -> dict[str, Any]:
     sized = chart.properties(
         width="container", height=height, autosize={"type": "fit-x", "contains": "padding"}
     )
-    spec: dict[str, Any] = sized.to_dict()
+    # A title that ends with its axis has the room below the labels of the other axis too.
+    spec: dict[str, Any] = sized.configure_axisX(titleAnchor="end").to_dict()
     return spec
 
 
@@ -202,9 +225,10 @@ def curves(results: Mapping[str, Any], painter: Painter) -> Figure | None:
             band=("low", "high"),
             rule=0.0,
         )
-    caption = (
-        "Mean over the seeds; the band is its 95% interval. Seconds are those of the separate measurement of "
-        "speed, with the machine to itself."
+    caption = f"Mean over the seeds; {painter.band} is its 95% interval. " + (
+        "Seconds are those of the runs, which may have shared the machine."
+        if results["costs"] is None
+        else "Seconds are those of the separate measurement of speed, with the machine to itself."
     )
     return Figure("curves", "Learning curves", caption, views)
 
@@ -230,6 +254,11 @@ def loss_against_cost(results: Mapping[str, Any], painter: Painter) -> Figure | 
                 "cache": far["cache_bytes"] / 1e6,
             }
         )
+    if not rows:
+        return None
+    crowded = len(rows) > CROWD
+    ablations = {variant["label"] for variant in results["variants"] if variant["ablation"]}
+    mechanisms = [row for row in rows if row["label"] not in ablations]
     asked = {
         "training time": ("training", f"microseconds a token of training, context {context:,}"),
         "memory": ("peak", f"MB of memory in training, context {context:,}"),
@@ -255,18 +284,44 @@ def loss_against_cost(results: Mapping[str, Any], painter: Painter) -> Figure | 
         points = chart.mark_point(filled=True, size=110, opacity=1).encode(
             x, alt.Y("mean:Q", title=y_title), painter.colour, painter.shape, tooltip=tooltip
         )
-        text = chart.mark_text(align="left", dx=9, dy=-9, fontSize=12).encode(
-            x, alt.Y("mean:Q"), alt.Text("label:N"), painter.colour
+        named = {results["baseline"]} | _frontier(mechanisms, field_name)
+        labels = [row["label"] for row in rows if row["label"] in named or not crowded]
+        middle = (min(row[field_name] for row in rows) + max(row[field_name] for row in rows)) / 2
+        inward = f"datum.{field_name} > {middle}"
+        text = (
+            chart.transform_filter(alt.FieldOneOfPredicate(field="label", oneOf=labels))
+            .mark_text(
+                align=alt.expr(f"{inward} ? 'right' : 'left'"),
+                dx=alt.expr(f"{inward} ? -9 : 9"),
+                dy=-9,
+                fontSize=12,
+            )
+            .encode(x, alt.Y("mean:Q"), alt.Text("label:N"), painter.colour)
         )
         views[name] = _finish(alt.layer(span, points, text))
-    caption = "Down and to the left is better. The bar is the 95% interval of the loss."
-    return Figure("loss-against-cost", "Loss against cost", caption, views if rows else {})
+    caption = "Down and to the left is better. The bar is the 95% interval of the loss." + (
+        " Named are the baseline and, ablations aside, those that no other beats in both." if crowded else ""
+    )
+    return Figure("loss-against-cost", "Loss against cost", caption, views)
+
+
+def _frontier(rows: Rows, cost: str) -> set[str]:
+    """The labels of those than which no other is better in both loss and cost."""
+    found, best = set(), math.inf
+    for row in sorted(rows, key=lambda row: (row[cost], row["mean"])):
+        if row["mean"] < best:
+            found.add(row["label"])
+            best = row["mean"]
+    return found
 
 
 def cost_against_length(results: Mapping[str, Any], painter: Painter) -> Figure | None:
     if results["costs"] is None:
         return None
     rows, marks = [], []
+    lengths = sorted({cost["length"] for cost in results["costs"]["costs"]})
+    if len(lengths) < 2:
+        return None
     for cost in results["costs"]["costs"]:
         row = {"label": cost["label"], "length": cost["length"], "memory": cost["peak_ratio"]}
         row["peak"], row["cache"] = cost["peak_bytes"] / 1e6, cost["cache_bytes"] / 1e6
@@ -278,7 +333,6 @@ def cost_against_length(results: Mapping[str, Any], painter: Painter) -> Figure 
     for crossover in results["costs"]["crossovers"]:
         if crossover["wins_at"] is not None and crossover["not_at"] is not None:
             marks.append({**crossover, "one": 1.0})
-    lengths = sorted({row["length"] for row in rows})
     x = alt.X(
         "length:Q", title="context length", scale=alt.Scale(type="log", base=2), axis=alt.Axis(values=lengths)
     )
@@ -309,8 +363,9 @@ def cost_against_length(results: Mapping[str, Any], painter: Painter) -> Figure 
             scale=LOGARITHMIC,
         )
     caption = (
-        "Speeds are interleaved with the baseline's; the band is the middle half of the rounds. A diamond "
-        "marks the length from which a variant is faster, found by measuring between the lengths shown."
+        f"Speeds are interleaved with the baseline's; {painter.band} is the middle half of the rounds. "
+        "A diamond marks the length from which a variant is faster, found by measuring between the lengths "
+        "shown."
     )
     return Figure("cost-against-length", "Cost against context length", caption, views)
 
@@ -372,7 +427,15 @@ def positions(results: Mapping[str, Any], painter: Painter) -> Figure | None:
 def answers(results: Mapping[str, Any], painter: Painter) -> Figure | None:
     """On data that asks for answers: how many are right, by how far back the key stands."""
     rows = [
-        {"label": v["label"], "distance": place["first"], "last": place["end"] - 1, **place}
+        {
+            "label": v["label"],
+            "distance": place["first"],
+            "last": place["end"] - 1,
+            "mean": place["mean"],
+            # The interval of a mean may go where no share can.
+            "low": None if place["low"] is None else max(place["low"], 0.0),
+            "high": None if place["high"] is None else min(place["high"], 1.0),
+        }
         for v in results["variants"]
         for place in (v["answers"] or {"by_distance": []})["by_distance"]
     ]
@@ -392,7 +455,8 @@ def answers(results: Mapping[str, Any], painter: Painter) -> Figure | None:
         )
     }
     caption = (
-        "Mean over the seeds, with its 95% interval. What a window cannot reach shows as a fall to the right."
+        f"Mean over the seeds; {painter.band} is its 95% interval, as far as a share can go. What a window "
+        "cannot reach shows as a fall to the right."
     )
     return Figure("answers", "Answers by distance", caption, views)
 

@@ -17,7 +17,7 @@ from markupsafe import Markup
 
 from headgate.config import write_text
 from headgate.report.collect import read_study
-from headgate.report.figures import COLOURS, DARK_COLOURS, colour, figures
+from headgate.report.figures import COLOURS, CROWD, DARK_COLOURS, figures, look
 from headgate.version import __version__
 
 SYMBOLS = {"better": "▼", "worse": "▲", "no difference shown": "≈", "not tested": "?", "baseline": "·"}
@@ -58,7 +58,8 @@ def page(study: Mapping[str, Any]) -> str:
         variants=study["variants"],
         baseline=study["variants"][0],
         figures=made,
-        colours=[colour(n) for n in range(len(study["variants"]))],
+        looks=[look(n) for n in range(len(study["variants"]))],
+        crowded=len(study["variants"]) > CROWD,
         symbols=SYMBOLS,
         metrics=METRICS,
         crossovers=_crossovers(study),
@@ -85,10 +86,10 @@ def _script_json(data: Any) -> str:
 
 
 def _crossovers(study: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Where each variant starts to be faster, in words."""
-    if study["costs"] is None:
+    """Where each variant starts to be faster, in words; none if only one length was measured."""
+    lengths = {cost["length"] for cost in (study["costs"] or {"costs": []})["costs"]}
+    if len(lengths) < 2:
         return []
-    lengths = [cost["length"] for cost in study["costs"]["costs"]]
     by_label: dict[str, dict[str, str]] = {}
     for crossover in study["costs"]["crossovers"]:
         wins_at, not_at = crossover["wins_at"], crossover["not_at"]

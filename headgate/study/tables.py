@@ -26,6 +26,8 @@ LEGEND = (
     "baseline's same seed. p: paired t-test, corrected over the variants (Holm). speed, memory: of a "
     "training step, relative to the baseline's."
 )
+NAMED = 4
+"""As many variants of one verdict as the headline names; of more it counts the rest."""
 
 
 def rows(results: Mapping[str, Any]) -> list[tuple[str, ...]]:
@@ -103,7 +105,7 @@ def headline(results: Mapping[str, Any]) -> str:
     groups: dict[str, list[str]] = {}
     for variant in others:
         groups.setdefault(variant["difference"]["verdict"], []).append(_named(variant))
-    parts = []
+    parts: list[str] = []
     for verdict, words in (
         ("better", "better than"),
         ("worse", "worse than"),
@@ -111,19 +113,32 @@ def headline(results: Mapping[str, Any]) -> str:
     ):
         if verdict in groups:
             names = groups[verdict]
-            parts.append(f"{_listed(names)} {'is' if len(names) == 1 else 'are'} {words} {baseline['label']}")
+            told = _listed(_few(names, shown=verdict != "no difference shown", more=bool(parts)))
+            parts.append(f"{told} {'is' if len(names) == 1 else 'are'} {words} {baseline['label']}")
     if "not tested" in groups:
-        names = groups["not tested"]
-        parts.append(f"{_listed(names)} could not be tested, which takes two seeds of both")
+        told = _listed(_few(groups["not tested"], shown=False, more=bool(parts)))
+        parts.append(f"{told} could not be tested, which takes two seeds of both")
     verdict = "; ".join(parts) or "there is nothing to compare with the baseline"
     return f"{verdict[0].upper()}{verdict[1:]}."
 
 
 def _named(variant: Mapping[str, Any]) -> str:
+    """With its difference where one is shown: as a share of the baseline's loss, if that is not next to 0."""
     difference = variant["difference"]
-    if difference["verdict"] in ("better", "worse") and difference["relative"] is not None:
-        return f"{variant['label']} ({difference['relative']:+.1%} loss)"
-    return str(variant["label"])
+    if difference["verdict"] not in ("better", "worse") or difference["mean"] is None:
+        return str(variant["label"])
+    relative = difference["relative"]
+    meaningful = relative is not None and abs(relative) <= 1
+    told = f"{relative:+.1%}" if meaningful else f"{difference['mean']:+.4f}"
+    return f"{variant['label']} ({told} loss)"
+
+
+def _few(names: Sequence[str], *, shown: bool, more: bool) -> list[str]:
+    """All if they are few; of many the first, if they are shown to differ, and the number of the others."""
+    if len(names) <= NAMED:
+        return list(names)
+    first = list(names[: NAMED - 1]) if shown else []
+    return [*first, f"{len(names) - len(first)} {'others' if first or more else 'variants'}"]
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -134,10 +149,10 @@ def conditions(results: Mapping[str, Any]) -> str:
     """Under which the sentence holds."""
     train, seeds = results["config"]["train"], results["seeds"]
     parameters = results["variants"][0]["parameters"]
-    size = "" if parameters is None else f" of {parameters / 1e6:,.2f}M parameters"
+    size = "" if parameters is None else f", {parameters / 1e6:,.2f}M parameters"
     equal = "at equal tokens" if results["budget"] == "tokens" else "at equal seconds"
     return (
-        f"{Path(results['recipe']).name}{size}, context {train['context']:,}, "
+        f"Recipe {Path(results['recipe']).name}{size}, context {train['context']:,}, "
         f"{results['tokens_per_run']:,} training tokens a run, {seeds} seed{'s' * (seeds != 1)}, {equal}"
     )
 

@@ -1,5 +1,6 @@
 """The page: made from the folder alone; in a real browser, where markup is text and no request leaves it."""
 
+import copy
 import json
 import re
 import shutil
@@ -12,7 +13,7 @@ from study_examples import LABEL
 
 from headgate.errors import HeadgateError
 from headgate.report.collect import read_study
-from headgate.report.figures import figures
+from headgate.report.figures import CROWD, _frontier, figures, look
 from headgate.report.page import page, write_page
 from headgate.report.publish import publish
 
@@ -22,6 +23,32 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 @pytest.fixture(scope="module")
 def report(study: Path) -> Path:
     return write_page(study)
+
+
+@pytest.fixture(scope="module")
+def crowd(report: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a study of 36 variants that answer questions, two of three of them ablations."""
+    study = read_study(report.parent)
+    last = study["variants"][-1]
+    for number in range(36 - len(study["variants"])):
+        variant = copy.deepcopy(last) | {"label": f"mechanism-{number}:gate=constant,window=1024"}
+        variant |= {"mechanism": f"mechanism-{number % 4}", "ablation": "no-gate" if number % 3 else None}
+        variant["gates"] = None
+        study["variants"].append(variant)
+        costs = [cost for cost in study["costs"]["costs"] if cost["label"] == last["label"]]
+        study["costs"]["costs"] += [cost | {"label": variant["label"]} for cost in costs]
+    place = {"first": 1, "end": 2, "mean": 0.9, "low": -0.1, "high": 1.14, "n": 2}
+    far = place | {"first": 2, "end": 4, "low": None, "high": None}
+    for variant in study["variants"]:
+        variant["answers"] = {"accuracy": place, "by_distance": [place, far]}
+    last["difference"]["relative"] = 1029.3
+    study["data"]["request"] = {"source": f"recall:{'pairs=8,' * 20}", "tokenizer": "recall"}
+    folder = tmp_path_factory.mktemp("crowd")
+    for name in ("results.json", "gates.json", "skipping.json", "results.md", "papers.md"):
+        shutil.copy(report.parent / name, folder / name)
+    (folder / "results.json").write_text(json.dumps(study), encoding="utf-8")
+    write_page(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -200,3 +227,116 @@ def test_toggles_and_keyboard(browser: Any, report: Path) -> None:
     text = "".join(read_study(report.parent)["passage"]["tokens"])
     assert page.locator("#passage").text_content() == text
     assert opened.said == []
+
+
+def test_every_variant_has_its_own_look() -> None:
+    assert len({(look(n).colour, str(look(n).dash)) for n in range(36)}) == 36
+    assert len({(look(n).colour, look(n).shape) for n in range(54)}) == 54
+
+
+def test_a_share_stays_a_share(crowd: Path) -> None:
+    spec = figures(read_study(crowd))["answers"].views[""]
+    rows = next(layer["data"] for layer in [spec, *spec["layer"]] if "data" in layer)
+    rows = rows["values"] if "values" in rows else spec["datasets"][rows["name"]]
+    assert {(row["low"], row["high"]) for row in rows} == {(0.0, 1.0), (None, None)}
+
+
+def test_the_frontier() -> None:
+    points = [("a", 1, 5.0), ("b", 2, 4.0), ("c", 2, 4.5), ("d", 3, 4.0), ("e", 4, 3.0)]
+    rows = [{"label": label, "seconds": cost, "mean": loss} for label, cost, loss in points]
+    assert _frontier(rows, "seconds") == {"a", "b", "e"}
+
+
+def test_one_length_has_no_crossover(report: Path) -> None:
+    study = read_study(report.parent)
+    assert "cost-against-length" in figures(study)
+    assert "Where each starts to be faster" in report.read_text(encoding="utf-8")
+    context = study["config"]["train"]["context"]
+    study["costs"]["costs"] = [cost for cost in study["costs"]["costs"] if cost["length"] == context]
+    assert "cost-against-length" not in figures(study)
+    text = page(study)
+    assert "Where each starts to be faster" not in text
+    assert 'id="cost"' in text
+
+
+def test_whose_seconds_they_are(report: Path) -> None:
+    study = read_study(report.parent)
+    assert "separate measurement of speed" in figures(study)["curves"].caption
+    study["costs"] = None
+    assert "those of the runs, which may have shared the machine" in figures(study)["curves"].caption
+
+
+def test_no_share_of_a_loss_next_to_nothing(crowd: Path) -> None:
+    assert "102930" not in (crowd / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_place_that_cannot_be_written_is_told(report: Path, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("here", encoding="utf-8")
+    for place in (file, file / "inside"):
+        with pytest.raises(HeadgateError, match=r"cannot write into .*file.*--publish takes a folder"):
+            publish(report.parent, place)
+    assert file.read_text(encoding="utf-8") == "here"
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_crowd_in_a_browser(browser: Any, crowd: Path, width: int) -> None:
+    opened = Opened(browser, crowd / "report.html", width=width)
+    page = opened.page
+    assert opened.said == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    for table in page.locator(".scroll").all():
+        assert table.evaluate("box => box.scrollWidth <= box.clientWidth")
+    # It starts without ablations, and without bands while many are shown.
+    shown = "[data-variant]:checked"
+    without = page.locator(shown).count()
+    assert CROWD < without < 36
+    assert opened.marks("curves", "area") == 0
+    page.locator("[data-show=all]").click()
+    assert page.locator(shown).count() == 36
+    page.locator("[data-show=mechanisms]").click()
+    assert page.locator(shown).count() == without
+    page.locator("[data-show=none]").click()
+    assert page.locator(shown).count() == 0
+    page.locator("[data-variant='1']").check()
+    page.wait_for_function("document.querySelectorAll('#chart-curves .mark-area path').length > 0")
+    # Each row of an ablation stays, whatever is hidden elsewhere.
+    assert opened.marks("ablations") > 0
+    # A link leads to a heading that the legend does not cover.
+    page.locator("nav a[href='#ablations-section']").click()
+    covered = """() => {
+      const box = document.querySelector("#ablations-section h2").getBoundingClientRect();
+      const at = document.elementFromPoint(box.left + 5, box.top + box.height / 2);
+      return at === null || at.closest("#ablations-section") === null;
+    }"""
+    assert not page.evaluate(covered)
+    assert opened.said == []
+
+
+def test_published_figures_cut_and_overlap_nothing(browser: Any, crowd: Path, tmp_path: Path) -> None:
+    publish(crowd, tmp_path)
+    page = browser.new_page()
+    labels = [variant["label"] for variant in read_study(crowd)["variants"]]
+    for name in ("differences", "answers", "curves-by-tokens", "loss-against-cost-memory"):
+        page.goto((tmp_path / f"{name}.svg").as_uri())
+        size = page.evaluate(
+            "['width', 'height'].map((side) => document.documentElement[side].baseVal.value)"
+        )
+        kind = "axis" if name == "differences" else "legend"
+        texts = page.evaluate(
+            f"[...document.querySelectorAll('.role-{kind}-label text, .role-{kind}-symbol path')]"
+            ".map((text) => {const box = text.getBoundingClientRect();"
+            "return [text.textContent, box.left, box.top, box.right, box.bottom]; })"
+        )
+        told = {text[0] for text in texts}
+        assert set(labels[1:]) <= told
+        for _, left, top, right, bottom in texts:
+            assert left >= 0
+            assert top >= 0
+            assert right <= size[0]
+            assert bottom <= size[1]
+        boxes = [text[1:] for text in texts if text[0] in labels or text[0] == ""]
+        for number, one in enumerate(boxes):
+            for other in boxes[:number]:
+                beside = one[0] >= other[2] or other[0] >= one[2]
+                assert beside or one[1] >= other[3] - 3 or other[1] >= one[3] - 3
