@@ -31,6 +31,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384, 32768])
     parser.add_argument("--mechanisms", nargs="+", default=MECHANISMS)
     parser.add_argument("--seconds", type=float, default=60.0, help="about how long a length is measured")
+    parser.add_argument("--rounds", type=int, default=9, help="at most so many at a length")
     parser.add_argument("--no-memory", action="store_true")
     options = parser.parse_args()
     keep_memory()
@@ -46,7 +47,7 @@ def main() -> None:
     cells: dict[str, list[str]] = {name: [] for name in names}
     for length in options.lengths:
         steps = {name: training_step(build(variants[name], base), base.train, length) for name in names}
-        times = interleaved(steps, seconds=options.seconds, most_rounds=9)
+        times = interleaved(steps, seconds=options.seconds, most_rounds=options.rounds)
         del steps
         memory = {}
         if not options.no_memory:
