@@ -55,7 +55,7 @@ study-late: $(READY)
 	$(BIN)/headgate prepare "$(TEXT)" $(STUDY)/text-data $(TOKENS)
 	$(BIN)/headgate compare near-far local:window=0 dynamic-sparse head-gated near-far:gate=constant,window=1024 \
 		near-far:constant-gate near-far:near-only --recipe study \
-		--data $(STUDY)/text-data --out $(STUDY)/late --seeds $(LONG_SEEDS) --no-cost \
+		--data $(STUDY)/text-data --out $(STUDY)/late --seeds 4 --no-cost \
 		train.steps=1000 train.warmup_steps=100 train.evaluate_every=100 $(SETTINGS)
 
 # The same from a start that suits plain attention: embeddings that are large beside what attention adds to them.

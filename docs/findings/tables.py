@@ -176,7 +176,7 @@ def start() -> str:
 
 def accuracy(variant: Variant) -> str:
     found = variant["answers"]["accuracy"]
-    return f"{found['mean']:.3f} ± {found['high'] - found['mean']:.3f}"
+    return f"{found['mean']:.3f} ({found['low']:.2f} to {found['high']:.2f})"
 
 
 def recall() -> str:
