@@ -1,4 +1,4 @@
-"""The real files where they are, and the command line run in this process."""
+"""The real files where they are, the command line run in this process, and chunks of a few texts."""
 
 import os
 import sys
@@ -8,6 +8,7 @@ import pytest
 from data_examples import Run
 
 from headgate import cli
+from headgate.data import workers
 
 SHARED = Path(os.environ.get("HEADGATE_SHARED", Path(__file__).parents[3] / "shared"))
 
@@ -36,3 +37,8 @@ def headgate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
         return code, captured.out, captured.err
 
     return run
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "CHUNK_CHARACTERS", 1000)
