@@ -20,10 +20,10 @@ from torch.nn.functional import pad
 
 from headgate import ops
 from headgate.config import override
-from headgate.mechanisms.base import Heads, head_weights, opened, register
+from headgate.machine import keep_memory
+from headgate.mechanisms.contract import Heads, head_weights, opened, register
 from headgate.mechanisms.near_far import NearFar, NearFarOptions
 from headgate.mechanisms.sparse_geometric import SparseGeometric, SparseGeometricOptions
-from headgate.ops.native.memory import keep_memory
 from headgate.recipes import get_recipe
 from headgate.train.loop import train
 

@@ -13,12 +13,12 @@ from statistics import median
 
 import torch
 
+from headgate.compare.variants import Variant
 from headgate.config import override
-from headgate.ops.native.memory import keep_memory
+from headgate.machine import keep_memory
+from headgate.measure.costs import build, peak_memory, training_step
+from headgate.measure.speed import interleaved, ratios
 from headgate.recipes import get_recipe
-from headgate.study.costs import build, peak_memory, training_step
-from headgate.study.speed import interleaved, ratios
-from headgate.study.variants import Variant
 
 MECHANISMS = ["full", "dynamic-sparse", "local", "head-gated", "context-adaptive:select=block"]
 

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from headgate import ops
-from headgate.config import write_text
-from headgate.study.speed import (
+from headgate.files import write_text
+from headgate.measure.speed import (
     BASELINE,
     Case,
     Shape,

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from headgate.config import TrainConfig, override
-from headgate.mechanisms.base import initialise_parameter
+from headgate.machine import keep_memory
+from headgate.mechanisms.contract import initialise_parameter
 from headgate.model.decoder import Decoder
-from headgate.ops.native.memory import keep_memory
 from headgate.recipes import get_recipe
 from headgate.train.loop import train
 from headgate.train.optim import make_optimizer

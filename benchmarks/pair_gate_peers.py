@@ -24,9 +24,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from headgate.machine import keep_memory
 from headgate.ops import pair_gated_attention
 from headgate.ops.native import library
-from headgate.ops.native.memory import keep_memory
 
 HEADS, WIDTH, HIDDEN = 4, 64, 16
 EAGER_AT_MOST = 1024

@@ -14,13 +14,13 @@ from statistics import median
 
 import torch
 
+from headgate.compare.variants import Variant
 from headgate.config import Config, override
-from headgate.ops.native.memory import keep_memory
+from headgate.machine import keep_memory
+from headgate.measure import costs
+from headgate.plan.devices import find_device, timed
+from headgate.plan.planner import Planner
 from headgate.recipes import get_recipe
-from headgate.study import costs
-from headgate.study.devices import find_device, timed
-from headgate.study.plan import Planner
-from headgate.study.variants import Variant
 
 GOAL = {"memory": 0.10, "time": 0.30}
 

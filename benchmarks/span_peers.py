@@ -23,9 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headgate.machine import keep_memory
 from headgate.ops import causal_attention, window_attention
 from headgate.ops.native import library
-from headgate.ops.native.memory import keep_memory
 
 Route = Callable[[Tensor, Tensor, Tensor], Tensor]
 

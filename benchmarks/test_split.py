@@ -10,8 +10,8 @@ import argparse
 import json
 from pathlib import Path
 
-from headgate.config import write_json
-from headgate.ops.native.memory import keep_memory
+from headgate.files import write_json
+from headgate.machine import keep_memory
 from headgate.report.collect import read_study
 from headgate.train.evaluate import evaluate_run
 

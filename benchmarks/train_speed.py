@@ -27,13 +27,14 @@ from headgate.config import Config, RunOptions
 from headgate.data.loader import Loader
 from headgate.data.prepare import Request, prepare
 from headgate.data.shards import open_split
+from headgate.machine import keep_memory
 from headgate.model.decoder import Decoder
 from headgate.model.qwen import write_settings
 from headgate.recipes import get_recipe
 from headgate.train.checkpoint import State
 from headgate.train.distributed import World
 from headgate.train.folder import RunFolder, read_metrics
-from headgate.train.loop import Stop, Trainer, keep_memory, train
+from headgate.train.loop import Stop, Trainer, train
 from headgate.train.progress import Display
 
 SIZES = {

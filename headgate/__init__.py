@@ -11,7 +11,7 @@ from headgate.version import __version__
 
 if TYPE_CHECKING:
     from headgate import ops
-    from headgate.mechanisms.base import build_mechanism, probe, skipping
+    from headgate.mechanisms.contract import build_mechanism, probe, skipping
     from headgate.model.decoder import Decoder, build_model, load
 
     def mechanisms() -> list[str]: ...
@@ -32,11 +32,11 @@ __all__ = [
 
 _HOME = {
     "Decoder": "headgate.model.decoder",
-    "build_mechanism": "headgate.mechanisms.base",
+    "build_mechanism": "headgate.mechanisms.contract",
     "build_model": "headgate.model.decoder",
     "load": "headgate.model.decoder",
-    "probe": "headgate.mechanisms.base",
-    "skipping": "headgate.mechanisms.base",
+    "probe": "headgate.mechanisms.contract",
+    "skipping": "headgate.mechanisms.contract",
 }
 
 

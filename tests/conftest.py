@@ -82,8 +82,8 @@ def micro() -> Config:
 @pytest.fixture(scope="session")
 def study(data: Path, micro: Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished study with its costs and results."""
-    from headgate.study.compare import run_study
-    from headgate.study.results import write_results
+    from headgate.compare.results import write_results
+    from headgate.compare.study import run_study
 
     write_recipe(micro, data.parent)
     out = tmp_path_factory.mktemp("study") / "study"

@@ -6,14 +6,14 @@ from dataclasses import fields
 
 import pytest
 
-from headgate.catalogue import option_texts
 from headgate.cli import COMMANDS, run
+from headgate.cli.catalogue import option_texts
 from headgate.mechanisms import MECHANISMS
 
 
 def headgate(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "headgate.cli", *arguments], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "headgate", *arguments], capture_output=True, text=True, check=False
     )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headgate import config
+from headgate import config, files
 from headgate.config import Config, MechanismSpec, ModelConfig
 from headgate.errors import HeadgateError
 from headgate.recipes import RECIPES, get_recipe
@@ -107,7 +107,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> 
     with pytest.raises(ValueError, match="JSON compliant"):
         config.save(replace(get_recipe("tiny").train, learning_rate=float("inf")), path)
     with pytest.raises(UnicodeEncodeError):
-        config.write_text(path, "\udc80")
+        files.write_text(path, "\udc80")
     assert path.read_bytes() == before
     assert len(list(tmp_path.iterdir())) == 1
 

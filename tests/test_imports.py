@@ -9,13 +9,16 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "headgate"
 # A room may import itself and those that stand before it on its line.
-BASE = ["errors", "version", "config", "registry"]
+BASE = ["errors", "version", "files", "machine", "config", "registry"]
+TRAINED = [*BASE, "recipes", "ops", "mechanisms", "model", "train", "measure"]
 LINES = [
-    [*BASE, "recipes", "ops", "mechanisms", "model", "train", "study"],
-    [*BASE, "data", "train", "study"],
+    [*TRAINED, "compare"],
+    [*TRAINED, "plan"],
+    [*BASE, "data", "train", "measure", "compare"],
     [*BASE, "report"],
+    [*TRAINED[:-1], "compare", "measure", "plan"],
 ]
-TOP = {"cli", "catalogue", "prompt", "__init__", "__main__"}  # they tie the rooms together
+TOP = {"cli", "__init__", "__main__"}  # they tie the rooms together
 
 
 def imported_rooms(path: Path) -> set[str]:
@@ -54,9 +57,11 @@ LIGHT = [
     "headgate",
     "headgate.cli",
     "headgate.config",
+    "headgate.files",
+    "headgate.machine",
     "headgate.recipes",
-    "headgate.study.claims",
-    "headgate.study.statistics",
+    "headgate.compare.claims",
+    "headgate.compare.statistics",
 ]
 
 

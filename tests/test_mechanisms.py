@@ -20,7 +20,7 @@ from torch import Tensor
 import headgate
 from headgate.errors import HeadgateError
 from headgate.mechanisms import MECHANISMS, Mechanism
-from headgate.mechanisms.base import build_mechanism
+from headgate.mechanisms.contract import build_mechanism
 from headgate.model.cache import LayerCache
 from headgate.ops.dispatch import forced
 

@@ -19,10 +19,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from headgate.config import write_text
+from headgate.compare.statistics import Difference, compare, holm, interval
+from headgate.compare.tables import loss_of, p_value, ratio, signed
+from headgate.files import write_text
 from headgate.report.publish import publish
-from headgate.study.statistics import Difference, compare, holm, interval
-from headgate.study.tables import loss_of, p_value, ratio, signed
 
 HERE = Path(__file__).parent
 PAGES = (HERE.parent / "findings.md", HERE.parents[1] / "README.md")

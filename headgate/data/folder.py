@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headgate import config
+from headgate import config, files
 from headgate.data.shards import SPLITS, WRITTEN, SplitState
 from headgate.errors import HeadgateError
 
@@ -69,7 +69,7 @@ def writing(folder: Path) -> Iterator[None]:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise HeadgateError(f"folder {str(folder)!r} cannot be made: {error.strerror}") from error
-        with config.locked(folder, "prepared"):
+        with files.locked(folder, "prepared"):
             yield
     except OSError as error:
         kept = "; what was done before is kept, and the same command continues from there"

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from headgate import config
+from headgate import config, files
 from headgate.data import shards
 from headgate.data.folder import Checkpoint, Progress, begun, is_finished, remove, remove_all, writing
 from headgate.data.progress import Display
@@ -26,8 +26,9 @@ from headgate.data.shards import Manifest, ShardWriter
 from headgate.data.sources import Source
 from headgate.data.splits import Seen, Shares, document_key, require_training, split_of
 from headgate.data.tokenizers import Tokenizer, local_file, make_tokenizer
-from headgate.data.workers import Encoded, cores, encode_in_order, read_chunks
+from headgate.data.workers import Encoded, encode_in_order, read_chunks
 from headgate.errors import HeadgateError
+from headgate.machine import cores
 from headgate.version import __version__
 
 COMMIT_SECONDS = 1.0
@@ -88,7 +89,7 @@ def _prepare(request: Request, source: Source, folder: Path, workers: int) -> Ma
             progress = replace(progress, end_of_text=tokenizer.end_of_text)
             config.save(progress, folder / "progress.json")
             listing = (json.dumps({"name": file.name, "size": file.size}) for file in source.files)
-            config.write_text(folder / "sources.jsonl", "".join(f"{line}\n" for line in listing))
+            files.write_text(folder / "sources.jsonl", "".join(f"{line}\n" for line in listing))
             if not progress.finished:
                 progress = _write_shards(folder, request, source, tokenizer, progress, workers, display)
     finally:
@@ -182,7 +183,7 @@ def _tokenizer(
         end_of_text=request.end_of_text,
         training_texts=lambda: _training_texts(source, request.splits, limit),
     )
-    config.write_text(path, tokenizer.definition)
+    files.write_text(path, tokenizer.definition)
     return tokenizer
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from headgate import config
+from headgate import config, files
 from headgate.data import shards
 from headgate.data.folder import Progress, begun, is_finished, remove, remove_all, writing
 from headgate.data.shards import SPLITS, Manifest, ShardWriter, SplitState
@@ -145,8 +145,8 @@ def _refuse_another(out: Path, made: Mapping[str, object], request: dict[str, ob
 
 def _write(recall: Recall, request: dict[str, object], shares: Shares, folder: Path) -> None:
     tokenizer = Tokenizer(definition(recall))
-    config.write_text(folder / "tokenizer.json", tokenizer.definition)
-    config.write_text(folder / "sources.jsonl", "")
+    files.write_text(folder / "tokenizer.json", tokenizer.definition)
+    files.write_text(folder / "sources.jsonl", "")
     records = []
     draw = np.random.default_rng(recall.seed)
     ends = [round(part / sum(shares) * recall.sequences) for part in itertools.accumulate(shares)]

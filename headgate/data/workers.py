@@ -4,9 +4,7 @@ Threads and not processes: the tokenizers library lets go of Python's lock while
 one tokenizer with the words it remembers, where each process would fill a memory of its own.
 """
 
-import ctypes
 import os
-import sys
 from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,13 +17,9 @@ from headgate.data.sources import Source
 from headgate.data.splits import document_key
 from headgate.data.tokenizers import Tokenizer
 from headgate.errors import HeadgateError
+from headgate.machine import give_memory_back
 
 CHUNK_CHARACTERS = 1 << 16
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Chunk(NamedTuple):
@@ -79,7 +73,7 @@ def encode_in_order(
 ) -> Generator[tuple[Chunk, Encoded]]:
     """Each chunk with its tokens. Should reading fail, all that was read before is handed back first."""
     with _one_thread_each(), ThreadPoolExecutor(workers, "headgate-worker") as pool:
-        _give_memory_back()
+        give_memory_back()
         pending: deque[tuple[Chunk, Future[Encoded]]] = deque()
         end: StopIteration | HeadgateError | None = None
         try:
@@ -123,7 +117,7 @@ def encode(tokenizer: Tokenizer, chunk: Chunk) -> Encoded:
     sizes = np.array([len(text) for text in data], dtype=np.int64)
     keys = np.array([document_key(text) for text in data], dtype=np.uint64)
     if sizes.sum() >= 8 * CHUNK_CHARACTERS:
-        _give_memory_back()
+        give_memory_back()
     return Encoded(tokens, lengths, sizes, keys)
 
 
@@ -134,13 +128,6 @@ def _name_the_text(tokenizer: Tokenizer, chunk: Chunk) -> None:
             tokenizer.encode([text])
         except HeadgateError as error:
             raise HeadgateError(f"{place}: {error}") from error
-
-
-def _give_memory_back() -> None:
-    """Return freed memory to the system; glibc would keep what a long document or a tokenizer.json took."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import sys
 import types
 
-from headgate.mechanisms.base import MECHANISMS, Mechanism, MechanismOptions, register
+from headgate.mechanisms.contract import MECHANISMS, Mechanism, MechanismOptions, register
 
 __all__ = ["MECHANISMS", "Mechanism", "MechanismOptions", "register"]
 

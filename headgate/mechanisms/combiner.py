@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headgate import ops
 from headgate.config import require_at_least
-from headgate.mechanisms.base import Mechanism, MechanismOptions, register, require_all_keys
+from headgate.mechanisms.contract import Mechanism, MechanismOptions, register, require_all_keys
 from headgate.ops import reference
 
 

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from headgate import ops
 from headgate.config import require_at_least
 from headgate.errors import HeadgateError
-from headgate.mechanisms.base import (
+from headgate.mechanisms.contract import (
     Heads,
     Mechanism,
     MechanismOptions,

@@ -8,7 +8,7 @@ import math
 from torch import Tensor
 
 from headgate import ops
-from headgate.mechanisms.base import Mechanism, register
+from headgate.mechanisms.contract import Mechanism, register
 from headgate.ops import reference
 
 

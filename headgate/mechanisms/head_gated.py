@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from headgate import ops
 from headgate.config import require_at_least
-from headgate.mechanisms.base import (
+from headgate.mechanisms.contract import (
     OPEN,
     Heads,
     Mechanism,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headgate import ops
 from headgate.config import require_at_least
-from headgate.mechanisms.base import Mechanism, MechanismOptions, register, window_pairs
+from headgate.mechanisms.contract import Mechanism, MechanismOptions, register, window_pairs
 from headgate.ops import reference
 
 

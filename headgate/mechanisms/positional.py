@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from headgate import ops
-from headgate.mechanisms.base import Heads, Mechanism, MechanismOptions, register
+from headgate.mechanisms.contract import Heads, Mechanism, MechanismOptions, register
 from headgate.ops import reference
 
 COMPONENTS = 4

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from headgate import ops
 from headgate.config import require_at_least
-from headgate.mechanisms.base import OPEN, Heads, Mechanism, MechanismOptions, register, require_all_keys
+from headgate.mechanisms.contract import OPEN, Heads, Mechanism, MechanismOptions, register, require_all_keys
 from headgate.ops import reference
 from headgate.ops.tiles import query_tiles
 

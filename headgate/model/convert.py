@@ -21,9 +21,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from headgate.config import Config, ModelConfig, from_dict, load, to_dict, write_text
+from headgate.config import Config, ModelConfig, from_dict, load, to_dict
 from headgate.errors import HeadgateError, suggestion
-from headgate.mechanisms.base import Mechanism, initialise
+from headgate.files import write_text
+from headgate.mechanisms.contract import Mechanism, initialise
 from headgate.model import qwen
 from headgate.model.decoder import Decoder, header_config, model_file, with_mechanism
 

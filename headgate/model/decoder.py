@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from headgate.config import Config, MechanismSpec, ModelConfig, from_dict, to_dict
 from headgate.errors import HeadgateError, suggestion
-from headgate.mechanisms.base import (
+from headgate.mechanisms.contract import (
     MECHANISMS,
     Heads,
     check_shared_options,

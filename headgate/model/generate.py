@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headgate.errors import HeadgateError
-from headgate.mechanisms.base import skipping
+from headgate.mechanisms.contract import skipping
 from headgate.model.cache import Cache
 
 if TYPE_CHECKING:

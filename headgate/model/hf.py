@@ -33,7 +33,7 @@ except ImportError as error:
 
 from headgate.config import ModelConfig, from_dict, to_dict
 from headgate.errors import HeadgateError
-from headgate.mechanisms.base import initialise
+from headgate.mechanisms.contract import initialise
 from headgate.model.cache import Cache
 from headgate.model.convert import MODEL_TYPE
 from headgate.model.decoder import Decoder

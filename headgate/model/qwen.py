@@ -10,7 +10,7 @@ from typing import Any
 
 from headgate.config import MechanismSpec, ModelConfig, from_dict
 from headgate.errors import HeadgateError
-from headgate.mechanisms.base import make_options
+from headgate.mechanisms.contract import make_options
 
 FAMILIES = ("qwen2", "qwen3")
 ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}

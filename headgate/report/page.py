@@ -15,7 +15,7 @@ import jinja2
 import vl_convert
 from markupsafe import Markup
 
-from headgate.config import write_text
+from headgate.files import write_text
 from headgate.report.collect import read_study
 from headgate.report.figures import COLOURS, CROWD, DARK_COLOURS, figures, look
 from headgate.version import __version__

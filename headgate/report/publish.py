@@ -9,8 +9,8 @@ from typing import Any
 
 import vl_convert
 
-from headgate.config import write_json, write_text
 from headgate.errors import HeadgateError
+from headgate.files import write_json, write_text
 from headgate.report.collect import read_study
 from headgate.report.figures import figures
 

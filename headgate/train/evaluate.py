@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headgate.config import Config, finite
+from headgate.config import Config
 from headgate.data.loader import IGNORED, Windows
 from headgate.data.recall import distances
 from headgate.data.shards import open_split, read_manifest
 from headgate.errors import HeadgateError
-from headgate.mechanisms.base import probe
+from headgate.files import finite
+from headgate.mechanisms.contract import probe
 from headgate.model.decoder import Decoder, header_config, load, model_file
 from headgate.train import checkpoint
 from headgate.train.distributed import World, join

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from headgate import config
+from headgate import config, files
 from headgate.config import Config
 from headgate.data.loader import Windows
 from headgate.data.shards import Split, read_manifest
@@ -122,7 +122,7 @@ class RunFolder:
         self.checkpoints.mkdir(exist_ok=True)
         tokenizer = Path(data.folder) / "tokenizer.json"
         if tokenizer.is_file():
-            config.write_text(self.path / "tokenizer.json", tokenizer.read_text(encoding="utf-8"))
+            files.write_text(self.path / "tokenizer.json", tokenizer.read_text(encoding="utf-8"))
         config.save(data, self.path / "data.json")
         if init is not None:
             config.save(init, self.path / "init.json")

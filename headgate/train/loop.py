@@ -11,7 +11,6 @@ its number, so a run that was killed and resumed is the run that was not.
 import hashlib
 import math
 import os
-import resource
 import shutil
 import signal
 import sys
@@ -27,13 +26,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headgate import config, ops
+from headgate import config, files, ops
 from headgate.config import Config, RunOptions
 from headgate.data.loader import IGNORED, Loader, Windows
 from headgate.data.shards import Split, open_split
 from headgate.errors import HeadgateError
+from headgate.machine import keep_memory, memory_peak
 from headgate.model.decoder import Decoder
-from headgate.ops.native.memory import keep_memory
 from headgate.train import checkpoint
 from headgate.train.checkpoint import State
 from headgate.train.distributed import World, hold_gradients, join
@@ -307,7 +306,7 @@ class Trainer:
         last = lines[-1]
         best = next((line for line in lines if line["step"] == self.state.best_step), last)
         told = summarise(self.config, self.decoder, self.state, last, best, self.world)
-        config.write_json(self.folder.summary, told)
+        files.write_json(self.folder.summary, told)
         display.say(
             f"finished in {duration(self._seconds())}: validation loss {last['validation']['loss']:.4f}, "
             f"{told['tokens_per_second']:,.0f} tokens/s; the run is in {str(self.folder.path)!r}"
@@ -364,14 +363,6 @@ def _signals() -> Iterator[Stop]:
             signal.signal(number, handler)
 
 
-def memory_peak(device: torch.device) -> int:
-    """The most bytes used so far: on a GPU by tensors, otherwise by the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
 def _claim(
     run: RunFolder,
     asked: Config,
@@ -387,7 +378,7 @@ def _claim(
         if begun is not None:
             checkpoint.check_init(Path(begun.file), decoder)
         run.refuse_strangers()
-        stack.enter_context(config.locked(run.path, "trained"))
+        stack.enter_context(files.locked(run.path, "trained"))
         run.claim(asked, record, begun)
         run.sweep()
         steps = checkpoint.saved_steps(run)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from headgate.config import TrainConfig
-from headgate.mechanisms.base import Mechanism
+from headgate.mechanisms.contract import Mechanism
 from headgate.model.decoder import Decoder
 
 

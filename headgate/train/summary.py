@@ -1,6 +1,5 @@
 """What a finished run says of itself: losses, speed, cost, and the circumstances they were measured in."""
 
-import os
 import platform
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -10,7 +9,8 @@ import torch
 from torch import nn
 
 from headgate.config import Config
-from headgate.mechanisms.base import Mechanism
+from headgate.machine import processor
+from headgate.mechanisms.contract import Mechanism
 from headgate.model.decoder import Decoder
 from headgate.train.checkpoint import State
 from headgate.train.distributed import World
@@ -91,14 +91,3 @@ def sparsity(decoder: Decoder, context: int) -> dict[str, Any]:
     dense = context * (context + 1) // 2
     layers = [1 - m.pairs(context) / dense for m in mechanisms_of(decoder)]
     return {"context": context, "mean": sum(layers) / len(layers), "by_layer": layers}
-
-
-def processor() -> str:
-    """What the machine calls its processor, its cores, and the instruction set that PyTorch uses on it."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-    except OSError:
-        names = []
-    name = names[0] if names else platform.processor() or platform.machine()
-    return f"{name}, {os.cpu_count()} cores ({torch.backends.cpu.get_cpu_capability()})"

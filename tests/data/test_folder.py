@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from data_examples import tree, write_mixed
 
-from headgate.config import locked
 from headgate.data import prepare as preparing
 from headgate.data.prepare import Request, prepare
 from headgate.errors import HeadgateError
+from headgate.files import locked
 
 
 def test_run_again_it_does_nothing(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_a_finished_folder_need_not_be_writable(tmp_path: Path, monkeypatch: pyt
     write_mixed(tmp_path / "in")
     request = Request(str(tmp_path / "in"), "byte")
     first = prepare(request, tmp_path / "out", workers=1)
-    monkeypatch.setattr("headgate.config.locked", read_only)
+    monkeypatch.setattr("headgate.files.locked", read_only)
     assert prepare(request, tmp_path / "out") == first
 
 
@@ -173,7 +173,7 @@ def test_nothing_is_said_to_be_kept_where_nothing_is(tmp_path: Path, monkeypatch
         patch.setattr(preparing, "_append", removed)
         with pytest.raises(HeadgateError, match=r"out' cannot be written: No such file or directory$"):
             prepare(request, out, workers=1)
-    monkeypatch.setattr("headgate.config.locked", read_only)
+    monkeypatch.setattr("headgate.files.locked", read_only)
     with pytest.raises(HeadgateError, match=r".lock' cannot be written: Read-only file system$"):
         prepare(request, out, workers=1)
 

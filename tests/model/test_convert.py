@@ -16,7 +16,7 @@ from headgate.cli import run
 from headgate.config import MechanismSpec, ModelConfig
 from headgate.errors import HeadgateError
 from headgate.mechanisms import MECHANISMS
-from headgate.mechanisms.base import probe
+from headgate.mechanisms.contract import probe
 from headgate.model.convert import convert, read_source
 from headgate.model.decoder import Decoder, rotation
 

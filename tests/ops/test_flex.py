@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from headgate import ops
 from headgate.errors import HeadgateError
-from headgate.mechanisms.base import build_mechanism
+from headgate.mechanisms.contract import build_mechanism
 from headgate.ops import flex, reference, sdpa, span_attention
 from headgate.ops.blocks import choose_blocks
 from headgate.ops.native import library

@@ -117,7 +117,7 @@ def test_a_failing_compiler_leaves_its_reason(tmp_path: Path) -> None:
 def test_kept_memory_is_reused() -> None:
     code = """
 import resource, torch
-from headgate.ops.native.memory import keep_memory
+from headgate.machine import keep_memory
 if not keep_memory():
     raise SystemExit(print("0 no mallopt"))
 def faults():

@@ -22,7 +22,7 @@ from headgate.data.loader import Loader
 from headgate.data.prepare import Request, prepare
 from headgate.data.shards import open_split
 from headgate.errors import HeadgateError
-from headgate.mechanisms.base import MECHANISMS
+from headgate.mechanisms.contract import MECHANISMS
 from headgate.mechanisms.full import Full
 from headgate.train import checkpoint
 from headgate.train.folder import RunFolder, read_config, read_metrics
@@ -282,7 +282,7 @@ def test_a_folder_of_something_else_is_refused(data: Path, micro: Config, tmp_pa
 
 def test_only_one_process_trains_a_folder(data: Path, micro: Config, tmp_path: Path) -> None:
     script = (
-        "import sys\nfrom pathlib import Path\nfrom headgate.config import locked\n"
+        "import sys\nfrom pathlib import Path\nfrom headgate.files import locked\n"
         "with locked(Path(sys.argv[1]), 'trained'):\n    print('locked', flush=True)\n    sys.stdin.read()\n"
     )
     other = subprocess.Popen(

@@ -1,0 +1,68 @@
+"""What `headgate mechanisms` prints: the registry as a table, or one mechanism in full."""
+
+import ast
+import dataclasses
+import inspect
+import textwrap
+from typing import get_type_hints
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from headgate.mechanisms import MECHANISMS, Mechanism, MechanismOptions
+from headgate.mechanisms.contract import description
+
+
+def summary(mechanism: type[Mechanism]) -> str:
+    """The first line of the mechanism's file, without its name."""
+    return description(mechanism).splitlines()[0].partition(": ")[2]
+
+
+def option_texts(options: type[MechanismOptions]) -> dict[str, str]:
+    """The docstring that follows each field in the source."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(options))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    texts = {}
+    for field, after in zip(body.body, body.body[1:], strict=False):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(after, ast.Expr)
+        ):
+            if isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
+                texts[field.target.id] = inspect.cleandoc(after.value.value)
+    return texts
+
+
+def print_all() -> None:
+    table = Table("mechanism", "what it is", "ablations", box=None, pad_edge=False)
+    for name in MECHANISMS.names():
+        mechanism = MECHANISMS.get(name)
+        table.add_row(
+            Text(name, style="bold"), Text(summary(mechanism)), Text(", ".join(mechanism.ablations))
+        )
+    Console().print(table)
+
+
+def print_one(name: str) -> None:
+    mechanism = MECHANISMS.get(name)
+    console = Console(highlight=False)
+    console.print(description(mechanism), markup=False, soft_wrap=True)
+    texts, hints = option_texts(mechanism.Options), get_type_hints(mechanism.Options)
+    table = Table("option", "default", "choices", "meaning", box=None, pad_edge=False, title_justify="left")
+    for field in dataclasses.fields(mechanism.Options):
+        hint = hints[field.name]
+        choices = getattr(hint, "__name__", None) or str(hint)
+        if "Literal" in str(hint):
+            choices = " ".join(map(str, hint.__args__))
+        table.add_row(*map(Text, (field.name, str(field.default), choices, texts.get(field.name, ""))))
+    if table.row_count:
+        console.print()
+        console.print(table)
+    if mechanism.ablations:
+        table = Table("ablation", "options", box=None, pad_edge=False)
+        for ablation, options in mechanism.ablations.items():
+            table.add_row(Text(ablation), Text(", ".join(f"{key}={value}" for key, value in options.items())))
+        console.print()
+        console.print(table)

@@ -1,0 +1,1 @@
+"""The main job: variants trained under equal conditions, judged over seeds, told in results.json."""

@@ -1,0 +1,443 @@
+"""A study folder in numbers: what its runs reached, what the differences show, what each variant costs.
+
+`collect` reads the folder alone, whatever of it is there; `write_results` puts it into results.json, into
+results.md as a table, and the papers' figures beside it into papers.md. What the page and the terminal show
+comes from the same dictionary.
+
+Seconds are tokens times the seconds that a token takes the baseline by costs.json, measured apart from
+training, where several runs share the machine, over the variant's relative speed; a speed that is not shown
+to differ counts as the baseline's. Without costs they are those of the runs.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from headgate import config, files
+from headgate.compare import statistics
+from headgate.compare.claims import CLAIMS, CONTRADICTIONS, judge
+from headgate.compare.study import Job, Study, StudyFolder, failure
+from headgate.compare.tables import claims_markdown, conditions, headline, markdown
+from headgate.compare.variants import Variant
+from headgate.config import Config
+from headgate.data.shards import read_manifest
+from headgate.errors import HeadgateError, suggestion
+from headgate.measure.costs import Cost, CostPlan, Costs
+from headgate.mechanisms.contract import MECHANISMS, description
+from headgate.train.folder import read_metrics
+from headgate.version import __version__
+
+MEASURED = (
+    "seconds",
+    "tokens_per_second",
+    "memory_peak",
+    "equal_seconds",
+    "costs",
+    "speed",
+    "memory",
+    "claims",
+)
+"""Keys whose values the machine decides; all others come out the same however a study is interrupted."""
+
+
+def write_results(out: str | os.PathLike[str]) -> dict[str, Any]:
+    """Write results.json, results.md and papers.md into the study folder; returns what results.json holds."""
+    results = collect(out)
+    files.write_json(Path(out) / "results.json", results)
+    files.write_text(Path(out) / "results.md", markdown(results))
+    files.write_text(Path(out) / "papers.md", claims_markdown(results))
+    return results
+
+
+def collect(out: str | os.PathLike[str]) -> dict[str, Any]:
+    folder = StudyFolder(out)
+    study, base = folder.read()
+    costs = folder.read_costs()
+    jobs = folder.jobs(study, base)
+    labels = [variant.label for variant in study.variants]
+    runs = {label: [_run(job) for job in jobs if job.variant.label == label] for label in labels}
+    seconds = {label: _seconds_per_token(label, labels[0], runs[label], costs, base) for label in labels}
+    finals = {label: _losses(runs[label]) for label in labels}
+    baseline, *others = labels
+    differences = statistics.compare(finals[baseline], {label: finals[label] for label in others})
+    at_equal_seconds = _at_equal_seconds(runs, seconds, labels)
+    by_seconds = statistics.compare(
+        at_equal_seconds[baseline], {label: at_equal_seconds[label] for label in others}
+    )
+    variants = []
+    for variant in study.variants:
+        label = variant.label
+        difference = differences.get(label)
+        told: dict[str, Any] = {
+            "label": label,
+            "mechanism": "+".join(spec.name for spec in variant.mechanism),
+            "ablation": variant.ablation,
+            "own_options": {} if variant.ablation else _own_options(variant),
+            "options": variant.options(base.model),
+            "folder": f"runs/{variant.folder}",
+            "steps": study.steps.get(label, base.train.steps),
+            "runs": runs[label],
+            "loss": asdict(statistics.interval(list(finals[label].values()))),
+            "difference": None if difference is None else asdict(difference),
+            "equal_seconds": {
+                "loss": asdict(statistics.interval(list(at_equal_seconds[label].values()))),
+                "difference": asdict(by_seconds[label]) if label in by_seconds else None,
+            },
+            "convergence": _convergence(runs[label], runs[baseline], seconds[label], seconds[baseline]),
+            "curve": _curve(runs[label], runs[baseline], seconds[label]),
+            "by_position": _by_position(runs[label]),
+            "answers": _answers(runs[label]),
+            "gates": _gates(runs[label]),
+            **_of_summary(folder, jobs, label),
+            **_of_costs(label, costs, base),
+        }
+        variants.append(told)
+    results: dict[str, Any] = {
+        "headgate": __version__,
+        "recipe": study.recipe,
+        "settings": list(study.settings),
+        "config": config.to_dict(base),
+        "data": _data(study),
+        "budget": study.budget,
+        "seeds": study.seeds,
+        "threads": study.threads,
+        "baseline": baseline,
+        "tokens_per_run": base.train.tokens,
+        "variants": variants,
+        "costs": None if costs is None else config.to_dict(costs),
+        "claims": [judged.to_dict() for judged in judge(CLAIMS, variants)],
+        "contradictions": [asdict(contradiction) for contradiction in CONTRADICTIONS],
+        "mechanisms": _mechanisms(study.variants),
+        "commands": _commands(folder, study, jobs, base),
+        "circumstances": _circumstances(folder, jobs),
+    }
+    results["headline"], results["conditions"] = headline(results), conditions(results)
+    collected: dict[str, Any] = files.finite(results)
+    return collected
+
+
+def against(results: Mapping[str, Any], label: str) -> dict[str, statistics.Difference]:
+    """Every other variant compared with this one instead of the baseline, by label."""
+    losses = {variant["label"]: _losses(variant["runs"]) for variant in results["variants"]}
+    if label not in losses:
+        raise HeadgateError(f"the study has no variant {label!r}; {suggestion(label, losses)}")
+    reference = losses.pop(label)
+    return statistics.compare(reference, losses)
+
+
+def _run(job: Job) -> dict[str, Any]:
+    """What one run reached, and by which way."""
+    told: dict[str, Any] = {"seed": job.seed, "folder": f"runs/{job.variant.folder}/seed-{job.seed}"}
+    lines = [line for line in read_metrics(job.folder) if "validation" in line]
+    curve = [
+        {
+            "step": line["step"],
+            "tokens": line["tokens"],
+            "seconds": line["seconds"],
+            "loss": line["validation"]["loss"],
+        }
+        for line in lines
+    ]
+    if job.finished:
+        summary = _read_json(job.folder / "summary.json")
+        told |= {
+            "state": "finished",
+            "loss": summary["final"]["loss"],
+            "tokens": summary["tokens"],
+            "tokens_per_second": summary["tokens_per_second"],
+            "memory_peak": summary["memory_peak"],
+            "bits_per_byte": summary["final"]["bits_per_byte"],
+            "by_position": summary["final"]["by_position"],
+            "answers": summary["final"]["answers"],
+            "skipped": summary["skipped"],
+            "curve": curve,
+            "gates": [{"tokens": line["tokens"], "layers": line["gates"]} for line in lines],
+        }
+    elif job.log.is_file():
+        told |= {"state": "failed", "reason": failure(job.log), "curve": curve}
+    else:
+        told |= {"state": "not run"}
+    return told
+
+
+def _losses(runs: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+    """By seed; a finished run whose loss is not finite has diverged."""
+    return {
+        run["seed"]: math.inf if run["loss"] is None else run["loss"]
+        for run in runs
+        if run["state"] == "finished"
+    }
+
+
+def _points(run: Mapping[str, Any]) -> list[tuple[float, float]]:
+    return [(point["tokens"], math.inf if point["loss"] is None else point["loss"]) for point in run["curve"]]
+
+
+def _seconds_per_token(
+    label: str, baseline: str, runs: Sequence[Mapping[str, Any]], costs: Costs | None, base: Config
+) -> float:
+    own, reference = (_cost(one, costs, base) for one in (label, baseline))
+    if own is not None and reference is not None:
+        shown = not own.training.low <= 1 <= own.training.high
+        return 1 / (reference.tokens_per_second * (own.training.ratio if shown else 1))
+    speeds = [run["tokens_per_second"] for run in runs if run["state"] == "finished"]
+    return 1 / fmean(speeds) if speeds else math.nan
+
+
+def _at_equal_seconds(
+    runs: Mapping[str, Sequence[Mapping[str, Any]]], seconds: Mapping[str, float], labels: Sequence[str]
+) -> dict[str, dict[int, float]]:
+    """By label and seed, the loss when as many seconds have passed as the baseline's run takes.
+
+    A slower variant is read there on its way, with its learning rate still high; a faster one had finished.
+    """
+    totals = {run["seed"]: run["tokens"] for run in runs[labels[0]] if run["state"] == "finished"}
+    found: dict[str, dict[int, float]] = {label: {} for label in labels}
+    for label in labels:
+        for run in runs[label]:
+            if run["state"] != "finished" or run["seed"] not in totals:
+                continue
+            tokens = totals[run["seed"]] * seconds[labels[0]] / seconds[label]
+            points = _points(run)
+            if not points:
+                continue
+            value = points[-1][1] if tokens >= points[-1][0] else statistics.value_at(points, tokens)
+            if value is not None:
+                found[label][run["seed"]] = value
+    return found
+
+
+def _convergence(
+    runs: Sequence[Mapping[str, Any]],
+    baseline: Sequence[Mapping[str, Any]],
+    seconds: float,
+    baseline_seconds: float,
+) -> dict[str, Any] | None:
+    """Tokens, and seconds, to the loss that the baseline's same seed ended with, relative to its own; not
+    known where a seed was `early`: there already at its first evaluation."""
+    ends = {run["seed"]: run for run in baseline if run["state"] == "finished" and run["loss"] is not None}
+    shared = [run for run in runs if run["state"] == "finished" and run["seed"] in ends]
+    if not shared:
+        return None
+    shares = []
+    early = 0
+    for run in shared:
+        end, points = ends[run["seed"]], _points(run)
+        tokens = statistics.reaches(points, end["loss"])
+        if tokens is not None:
+            shares.append(tokens / end["tokens"])
+            early += tokens == points[0][0]
+    told: dict[str, Any] = {"reached": len(shares), "of": len(shared), "early": early}
+    told |= dict.fromkeys(("relative", "low", "high", "tokens", "seconds"))
+    if len(shares) == len(shared) and not early:
+        of_tokens = statistics.interval([share - 1 for share in shares])
+        told |= {"relative": of_tokens.mean, "low": of_tokens.low, "high": of_tokens.high}
+        told["tokens"] = fmean(shares) * fmean(end["tokens"] for end in ends.values())
+        told["seconds"] = {
+            "relative": fmean(shares) * seconds / baseline_seconds - 1,
+            "total": told["tokens"] * seconds,
+        }
+    return told
+
+
+def _curve(
+    runs: Sequence[Mapping[str, Any]], baseline: Sequence[Mapping[str, Any]], seconds: float
+) -> list[dict[str, Any]]:
+    """At each evaluation, over the seeds: the mean validation loss and the mean difference to the baseline's
+    at the same tokens, with their intervals."""
+    finished = [run for run in runs if run["state"] == "finished"]
+    theirs = {
+        (run["seed"], tokens): loss
+        for run in baseline
+        if run["state"] == "finished"
+        for tokens, loss in _points(run)
+    }
+    curve = []
+    for points in zip(*(_points(run) for run in finished), strict=False):
+        tokens = points[0][0]
+        pairs = [
+            (loss, theirs[run["seed"], tokens])
+            for run, (_, loss) in zip(finished, points, strict=True)
+            if (run["seed"], tokens) in theirs
+        ]
+        difference = statistics.interval([ours - other for ours, other in pairs])
+        curve.append(
+            {
+                "tokens": tokens,
+                "seconds": tokens * seconds,
+                **asdict(statistics.interval([loss for _, loss in points])),
+                "difference": asdict(difference),
+            }
+        )
+    return curve
+
+
+def _by_position(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    finished = [run["by_position"] for run in runs if run["state"] == "finished"]
+    found = []
+    for bins in zip(*finished, strict=True):
+        losses = [math.inf if place["loss"] is None else place["loss"] for place in bins]
+        place = {"first": bins[0]["first"], "end": bins[0]["end"]}
+        found.append({**place, **asdict(statistics.interval(losses))})
+    return found
+
+
+def _answers(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Of data that asks for answers: the share that was right, over the seeds, and by distance."""
+    finished = [run["answers"] for run in runs if run["state"] == "finished"]
+    if not finished or finished[0] is None:
+        return None
+    by_distance = []
+    for bins in zip(*(answers["by_distance"] for answers in finished), strict=True):
+        shares = _share([place["accuracy"] for place in bins])
+        by_distance.append({"first": bins[0]["first"], "end": bins[0]["end"], **shares})
+    return {"accuracy": _share([answers["accuracy"] for answers in finished]), "by_distance": by_distance}
+
+
+def _share(values: Sequence[float]) -> dict[str, Any]:
+    """The mean of shares with its interval, of which there is nothing below 0 or above 1."""
+    told = asdict(statistics.interval(values))
+    ends = {end: min(1.0, max(0.0, told[end])) for end in ("low", "high") if told[end] is not None}
+    return told | ends
+
+
+def _gates(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Means over the seeds: of each head at the end, and of each layer at each evaluation."""
+    finished = [run["gates"] for run in runs if run["state"] == "finished"]
+    if not finished or not finished[0] or not finished[0][-1]["layers"]:
+        return None
+    layers = [gate["layer"] for gate in finished[0][-1]["layers"]]
+    heads = []
+    for n, layer in enumerate(layers):
+        each = zip(*(gates[-1]["layers"][n]["by_head"] for gates in finished), strict=True)
+        heads.append({"layer": layer, "by_head": [_mean(values) for values in each]})
+    moved = []
+    for at in zip(*finished, strict=False):
+        for n, layer in enumerate(layers):
+            mean = _mean([evaluation["layers"][n]["mean"] for evaluation in at])
+            moved.append({"tokens": at[0]["tokens"], "layer": layer, "mean": mean})
+    return {"heads": heads, "moved": moved}
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if len(known) == len(values) else None
+
+
+def _of_summary(folder: StudyFolder, jobs: Sequence[Job], label: str) -> dict[str, Any]:
+    """What is the same for every seed of a variant."""
+    for job in jobs:
+        if job.variant.label == label and job.finished:
+            summary = _read_json(job.folder / "summary.json")
+            names = ("parameters", "mechanism_parameters", "flops_per_token", "sparsity", "kernel_paths")
+            return {name: summary[name] for name in names}
+    return {"parameters": None, "mechanism_parameters": None, "flops_per_token": None, "sparsity": None}
+
+
+def _cost(label: str, costs: Costs | None, base: Config) -> Cost | None:
+    """At the training context."""
+    mine = costs.of(label) if costs else ()
+    return next((cost for cost in mine if cost.length == base.train.context), None)
+
+
+def _of_costs(label: str, costs: Costs | None, base: Config) -> dict[str, Any]:
+    """Speed and memory at the training context, beside the loss."""
+    cost = _cost(label, costs, base)
+    if cost is None:
+        return {"tokens_per_second": None, "speed": None, "memory": None}
+    return {
+        "tokens_per_second": cost.tokens_per_second,
+        "speed": {"ratio": cost.training.ratio, "low": cost.training.low, "high": cost.training.high},
+        "memory": {"ratio": cost.peak_ratio, "bytes": cost.peak_bytes},
+    }
+
+
+def _own_options(variant: Variant) -> dict[str, Any]:
+    return {key: value for spec in variant.mechanism for key, value in spec.options.items()}
+
+
+def _data(study: Study) -> dict[str, Any]:
+    told = asdict(study.data)
+    manifest = read_manifest(study.data.folder) if Path(study.data.folder).is_dir() else None
+    told["request"] = None if manifest is None else dict(manifest.request)
+    return told
+
+
+def _mechanisms(variants: Sequence[Variant]) -> list[dict[str, str]]:
+    """Names and descriptions of the mechanisms compared, formula included."""
+    names = dict.fromkeys(spec.name for variant in variants for spec in variant.mechanism)
+    return [{"name": name, "description": description(MECHANISMS.get(name))} for name in names]
+
+
+def _commands(folder: StudyFolder, study: Study, jobs: Sequence[Job], base: Config) -> dict[str, Any]:
+    """The words that make the study again, and those of each run."""
+    names = [_written(variant) for variant in study.variants[1:]]
+    words = ["headgate", "compare", *names, "--recipe", study.recipe, "--data", study.data.folder]
+    words += ["--seeds", str(study.seeds), "--out", str(folder.path), *study.settings]
+    if study.budget != "tokens":
+        words += ["--budget", study.budget]
+    if study.threads != 1:
+        words += ["--threads", str(study.threads)]
+    if study.cost.lengths:
+        words += ["--lengths", ",".join(map(str, study.cost.lengths))]
+    if study.cost.seconds != CostPlan().seconds:
+        words += ["--cost-seconds", str(study.cost.seconds)]
+    manifest = read_manifest(study.data.folder) if Path(study.data.folder).is_dir() else None
+    prepared = None
+    if manifest is not None:
+        prepared = ["headgate", "prepare", str(manifest.request["source"]), study.data.folder]
+        prepared += _prepare_options(manifest.request)
+    runs = [["headgate", *job.command(folder.path, study.data.folder, base)] for job in jobs]
+    return {"prepare": prepared, "compare": words, "runs": runs}
+
+
+def _prepare_options(request: Mapping[str, Any]) -> list[str]:
+    """What a prepared folder was asked for beside its source, where it is not the default."""
+    asked = [] if request["tokenizer"] == "recall" else ["--tokenizer", str(request["tokenizer"])]
+    splits = "/".join(map(str, request["splits"]))
+    told = {"--text-column": request.get("text_column", "text"), "--splits": splits}
+    told |= {"--max-tokens": request.get("max_tokens"), "--end-of-text": request.get("end_of_text")}
+    for option, value in told.items():
+        if value not in (None, "text", "80/10/10"):
+            asked += [option, str(value)]
+    return asked + ["--dedup"] * bool(request.get("dedup"))
+
+
+def _written(variant: Variant) -> str:
+    """The variant as it is written on the command line."""
+    parts = []
+    for spec in variant.mechanism:
+        options = ",".join(f"{key}={json.dumps(value)}" for key, value in spec.options.items())
+        parts.append(f"{spec.name}:{options.replace(chr(34), '')}" if options else spec.name)
+    text = "+".join(parts)
+    if variant.ablation:
+        text = f"{variant.mechanism[0].name}:{variant.ablation}"
+    return text if variant.label == text else f"{text}@{variant.label}"
+
+
+def _circumstances(folder: StudyFolder, jobs: Sequence[Job]) -> dict[str, Any]:
+    """Versions and machines of the runs: one of each if they are the same for all."""
+    versions, machines = [], []
+    for job in jobs:
+        if job.finished:
+            summary = _read_json(job.folder / "summary.json")
+            versions.append(summary["versions"])
+            machines.append(summary["machine"])
+    return {"versions": _unique(versions), "machines": _unique(machines)}
+
+
+def _unique(values: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for value in values:
+        if value not in found:
+            found.append(value)
+    return found
+
+
+def _read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))

@@ -1,0 +1,204 @@
+"""The result of a study in words and as a table, for the terminal and for a paper; all from results.json."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from headgate.compare.progress import output
+from headgate.compare.statistics import Difference
+
+COLUMNS = (
+    "variant",
+    "loss",
+    "difference",
+    "p",
+    "verdict",
+    "speed",
+    "memory",
+    "parameters",
+    "to the baseline's loss",
+)
+LEGEND = (
+    "loss: validation, nats a token, mean over the seeds ± half of its 95% interval. difference: to the "
+    "baseline's same seed. p: paired t-test, corrected over the variants (Holm). speed, memory: of a "
+    "training step, relative to the baseline's."
+)
+NAMED = 4
+"""As many variants of one verdict as the headline names; of more it counts the rest."""
+
+
+def rows(results: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    return [tuple(cells(variant)) for variant in results["variants"]]
+
+
+def cells(variant: Mapping[str, Any]) -> list[str]:
+    difference = variant["difference"]
+    return [
+        variant["label"],
+        loss_of(variant),
+        "" if difference is None else signed(difference["mean"], difference["high"], 4),
+        "" if difference is None else p_value(difference["p_holm"]),
+        verdict_of(variant),
+        ratio(variant["speed"]),
+        ratio(variant["memory"]),
+        "" if variant["parameters"] is None else f"{variant['parameters']:,}",
+        convergence(variant["convergence"]) if difference is not None else "",
+    ]
+
+
+def loss_of(variant: Mapping[str, Any]) -> str:
+    failed = [run for run in variant["runs"] if run["state"] == "failed"]
+    missing = [run for run in variant["runs"] if run["state"] == "not run"]
+    loss = variant["loss"]
+    text = "" if loss["mean"] is None else f"{loss['mean']:.4f}"
+    if loss["high"] is not None:
+        text += f" ± {loss['high'] - loss['mean']:.4f}"
+    if loss["mean"] is None and loss["n"]:
+        text = "diverged"
+    for runs, what in ((failed, "failed"), (missing, "not run")):
+        if runs:
+            text = f"{text}{', ' if text else ''}{len(runs)} of {len(variant['runs'])} seeds {what}"
+    return text
+
+
+def verdict_of(variant: Mapping[str, Any]) -> str:
+    difference = variant["difference"]
+    if difference is None:
+        return "baseline"
+    if difference["verdict"] == "not tested":
+        return f"not tested ({difference['seeds']} shared seed{'s' * (difference['seeds'] != 1)})"
+    return str(difference["verdict"])
+
+
+def signed(mean: float | None, high: float | None, digits: int) -> str:
+    if mean is None:
+        return ""
+    return f"{mean:+.{digits}f}" + ("" if high is None else f" ± {high - mean:.{digits}f}")
+
+
+def p_value(p: float | None) -> str:
+    if p is None:
+        return ""
+    return "<0.001" if p < 0.001 else f"{p:.3f}"
+
+
+def ratio(told: Mapping[str, Any] | None) -> str:
+    return "" if told is None else f"{told['ratio']:.2f}x"
+
+
+def convergence(told: Mapping[str, Any] | None) -> str:
+    """Tokens to the loss that the baseline ended with, relative to the baseline's."""
+    if told is None:
+        return ""
+    if told["relative"] is None:
+        early = told["reached"] == told["of"] and told["early"]
+        return "at the first evaluation" if early else f"reached by {told['reached']} of {told['of']} seeds"
+    return f"{told['relative']:+.0%} tokens"
+
+
+def headline(results: Mapping[str, Any]) -> str:
+    """The verdict in a sentence or two."""
+    baseline, *others = results["variants"]
+    groups: dict[str, list[str]] = {}
+    for variant in others:
+        groups.setdefault(variant["difference"]["verdict"], []).append(_named(variant))
+    parts: list[str] = []
+    for verdict, words in (
+        ("better", "better than"),
+        ("worse", "worse than"),
+        ("no difference shown", "not shown to differ from"),
+    ):
+        if verdict in groups:
+            names = groups[verdict]
+            told = _listed(_few(names, shown=verdict != "no difference shown", more=bool(parts)))
+            parts.append(f"{told} {'is' if len(names) == 1 else 'are'} {words} {baseline['label']}")
+    if "not tested" in groups:
+        told = _listed(_few(groups["not tested"], shown=False, more=bool(parts)))
+        parts.append(f"{told} could not be tested, which takes two seeds of both")
+    verdict = "; ".join(parts) or "there is nothing to compare with the baseline"
+    return f"{verdict[0].upper()}{verdict[1:]}."
+
+
+def _named(variant: Mapping[str, Any]) -> str:
+    """With its difference where one is shown: as a share of the baseline's loss, if that is not next to 0."""
+    difference = variant["difference"]
+    if difference["verdict"] not in ("better", "worse") or difference["mean"] is None:
+        return str(variant["label"])
+    relative = difference["relative"]
+    meaningful = relative is not None and abs(relative) <= 1
+    told = f"{relative:+.1%}" if meaningful else f"{difference['mean']:+.4f}"
+    return f"{variant['label']} ({told} loss)"
+
+
+def _few(names: Sequence[str], *, shown: bool, more: bool) -> list[str]:
+    """All if they are few; of many the first, if they are shown to differ, and the number of the others."""
+    if len(names) <= NAMED:
+        return list(names)
+    first = list(names[: NAMED - 1]) if shown else []
+    return [*first, f"{len(names) - len(first)} {'others' if first or more else 'variants'}"]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def conditions(results: Mapping[str, Any]) -> str:
+    """Under which the sentence holds."""
+    train, seeds = results["config"]["train"], results["seeds"]
+    parameters = results["variants"][0]["parameters"]
+    size = "" if parameters is None else f", {parameters / 1e6:,.2f}M parameters"
+    equal = "at equal tokens" if results["budget"] == "tokens" else "at equal seconds"
+    return (
+        f"Recipe {Path(results['recipe']).name}{size}, context {train['context']:,}, "
+        f"{results['tokens_per_run']:,} training tokens a run, {seeds} seed{'s' * (seeds != 1)}, {equal}"
+    )
+
+
+def markdown(results: Mapping[str, Any]) -> str:
+    lines = [f"{results['headline']} {results['conditions']}.", ""]
+    lines += [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
+    lines += [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows(results)]
+    return "\n".join([*lines, "", LEGEND, ""])
+
+
+def claims_markdown(results: Mapping[str, Any]) -> str:
+    """What the papers say beside what was measured, each relative to its own baseline."""
+    lines = ["| paper | row | metric | as printed | there | here | |", f"|{'---|' * 7}"]
+    for judged in results["claims"]:
+        claim = judged["claim"]
+        here = "" if judged["relative"] is None else f"{judged['relative']:+.1%}"
+        if here and judged["low"] != judged["high"]:
+            here += f" ({judged['low']:+.1%} to {judged['high']:+.1%})"
+        printed = f"{claim['printed']} against {claim['baseline_printed']} {claim['unit']}"
+        cells = [claim["paper"], claim["row"], claim["metric"], printed, f"{claim['relative']:+.1%}"]
+        lines.append(f"| {' | '.join([*cells, here, judged['verdict']])} |")
+    return "\n".join([*lines, ""])
+
+
+def print_against(label: str, differences: Mapping[str, Difference]) -> None:
+    table = Table("variant", f"difference to {label}", "p", "verdict", box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, difference in differences.items():
+        words = [name, signed(difference.mean, difference.high, 4), p_value(difference.p_holm)]
+        table.add_row(*map(Text, [*words, difference.verdict]))
+    output().print(table)
+
+
+def print_results(results: Mapping[str, Any]) -> None:
+    console = output()
+    table = Table(*COLUMNS, box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in rows(results):
+        table.add_row(*map(Text, row))
+    console.print(table)
+    console.print(f"\n{results['headline']} {results['conditions']}.", markup=False, soft_wrap=True)
+    for variant in results["variants"]:
+        for run in variant["runs"]:
+            if run["state"] == "failed":
+                reason = f"failed: {variant['label']}, seed {run['seed']}: {run['reason']}"
+                console.print(reason, markup=False, soft_wrap=True)

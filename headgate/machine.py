@@ -1,0 +1,93 @@
+"""What this machine is and holds: cores, processor, memory, and how a process keeps its memory.
+
+Light to import: PyTorch is asked only inside, where it is loaded anyway.
+"""
+
+import ctypes
+import os
+import platform
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_LINUX = sys.platform.startswith("linux")
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def memory() -> int:
+    """Bytes of main memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def processor() -> str:
+    """What the machine calls its processor, its cores, and the instruction set that PyTorch uses on it."""
+    import torch
+
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    name = names[0] if names else platform.processor() or platform.machine()
+    return f"{name}, {os.cpu_count()} cores ({torch.backends.cpu.get_cpu_capability()})"
+
+
+def memory_peak(device: "torch.device | None" = None) -> int:
+    """The most bytes used so far: on a GPU by tensors, otherwise by the process."""
+    if device is not None and device.type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated(device)
+    import resource
+
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
+
+
+class Peak:
+    """The most memory that this process holds from now on, above what it holds now.
+
+    Where there is no /proc to ask, above the most that it has held: too little if loading took more.
+    """
+
+    def __init__(self) -> None:
+        if _LINUX:
+            with open("/proc/self/clear_refs", "w", encoding="ascii") as refs:
+                refs.write("5")  # the peak starts again from what is held now
+        self._before = self._held("VmRSS")
+
+    def bytes(self) -> int:
+        return max(0, self._held("VmHWM") - self._before)
+
+    def _held(self, key: str) -> int:
+        if not _LINUX:
+            return memory_peak()
+        with open("/proc/self/status", encoding="ascii") as status:
+            return next(int(line.split()[1]) * 1024 for line in status if line.startswith(key))
+
+
+def keep_memory() -> bool:
+    """Let glibc keep freed memory instead of returning it; False where that cannot be set.
+
+    A large tensor otherwise means fresh pages from the kernel at every step, each a page fault. To be called
+    once, when a process starts to train or to measure.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if _LINUX else None
+    if mallopt is None:
+        return False
+    # -1 is "never": the largest number that fits would still return what lies above 2 GB.
+    return bool(mallopt(_M_MMAP_THRESHOLD, 1 << 30)) and bool(mallopt(_M_TRIM_THRESHOLD, -1))
+
+
+def give_memory_back() -> None:
+    """Return freed memory to the system; glibc would keep what a long document or a tokenizer.json took."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if _LINUX else None
+    if trim is not None:
+        trim(0)

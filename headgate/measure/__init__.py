@@ -1,0 +1,1 @@
+"""What things cost: interleaved times, memory, ops, whole training steps, gates."""

@@ -1,0 +1,171 @@
+"""`headgate bench`: what every op and mechanism costs here, as a table, as JSON and as a figure."""
+
+import json
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from headgate.compare.progress import output
+from headgate.config import require_at_least
+from headgate.errors import HeadgateError
+from headgate.files import write_text
+from headgate.machine import keep_memory, processor
+from headgate.measure.speed import (
+    BASELINE,
+    Measurement,
+    Shape,
+    extra_memory,
+    measure,
+    peer_cases,
+    select_cases,
+)
+from headgate.version import __version__
+
+
+def bench(
+    shape: Shape,
+    *,
+    lengths: Sequence[int],
+    names: Sequence[str] | None,
+    peers: bool,
+    memory: bool,
+    seconds: float,
+    json_path: Path | None,
+    figure_path: Path | None,
+) -> None:
+    require_at_least(shape, 1, "batch", "n_heads", "n_kv_heads", "head_dim", "window")
+    if not lengths or min(lengths) < 1:
+        raise HeadgateError(f"lengths={list(lengths)} are not all at least 1; give lengths such as 1024 4096")
+    if figure_path is not None and figure_path.suffix not in (".html", ".png", ".svg"):
+        raise HeadgateError(
+            f"--figure {str(figure_path)!r} ends in none of .html, .png and .svg; choose one of them"
+        )
+    for path in (json_path, figure_path):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise HeadgateError(f"{str(path)!r} lies in no existing folder; make it first")
+    keep_memory()
+    console = output(width=max(120, 60 + 20 * len(lengths)))
+    cases = select_cases(shape, None if names is None else list(names))
+    missing: dict[str, str] = {}
+    with console.status("preparing") as status:
+        if peers:
+            others, missing = peer_cases(shape)
+            cases += others
+        measured = measure(cases, sorted(set(lengths)), shape, seconds=seconds, progress=status.update)
+        measured.not_run.update(missing)
+        if memory:
+            add_memory(
+                measured, [BASELINE, *(case.name for case in cases if case.kind != "peer")], status.update
+            )
+    print_tables(console, measured)
+    if json_path is not None:
+        write_text(json_path, json.dumps(to_json(measured), indent=1) + "\n")
+    if figure_path is not None:
+        save_figure(measured, figure_path)
+
+
+def add_memory(measured: Measurement, names: list[str], progress: Any) -> None:
+    if not sys.platform.startswith("linux"):
+        measured.not_run["memory"] = "it is read from /proc, which this system lacks"
+        return
+    lengths = sorted({figure.length for figure in measured.figures})
+    for name in names:
+        progress(f"memory of {name}")
+        answers = extra_memory(name, lengths, measured.shape)
+        for figure in measured.figures:
+            if figure.name == name and figure.passes == "forward+backward":
+                figure.extra_bytes = answers[figure.length]
+
+
+def to_json(measured: Measurement) -> dict[str, Any]:
+    machine = {"processor": processor(), "python": platform.python_version(), "torch": torch.__version__}
+    return {"headgate": __version__, "machine": machine, **asdict(measured)}
+
+
+def print_tables(console: Console, measured: Measurement) -> None:
+    shape = measured.shape
+    console.print(
+        f"{processor()}, {measured.threads} threads, sgemm {measured.sgemm_gflops:.0f} GFLOP/s; "
+        f"B={shape.batch} H={shape.n_heads} G={shape.n_kv_heads} D={shape.head_dim} W={shape.window}, fp32",
+        highlight=False,
+    )
+    for passes in ("forward", "forward+backward"):
+        console.print()
+        console.print(table_of(measured, passes))
+    longest = max(figure.length for figure in measured.figures)
+    console.print(
+        f"\nms, sgemm and extra MB at T={longest}. sgemm: useful speed as a share of it, counting 2 D flops "
+        "for each product and pair that the formula needs, two products forward and five backward.",
+        highlight=False,
+    )
+    for name, reason in measured.not_run.items():
+        console.print(f"not run: {name}: {reason}", highlight=False, markup=False)
+
+
+def table_of(measured: Measurement, passes: str) -> Table:
+    """A row a case: its time as a multiple of the baseline's with quartiles, per length, and what it
+    costs."""
+    both = passes == "forward+backward"
+    lengths = sorted({figure.length for figure in measured.figures})
+    table = Table(title=f"{passes}: time relative to causal SDPA (quartiles)", box=None, pad_edge=False)
+    table.title_justify = "left"
+    columns = (
+        [f"T={length}" for length in lengths] + ["ms", "sgemm"] + (["growth", "extra MB"] if both else [])
+    )
+    table.add_column("", no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    kind = BASELINE
+    for name in dict.fromkeys(f.name for f in measured.figures if f.passes == passes):
+        rows = {f.length: f for f in measured.figures if f.name == name and f.passes == passes}
+        last = rows[lengths[-1]]
+        if last.kind != kind:
+            kind = last.kind
+            table.add_row(Text(f"{kind}s" if name != BASELINE else "", style="dim"))
+        cells = [
+            f"{f.ratio:.2f} ({f.ratio_low:.2f}-{f.ratio_high:.2f})" for f in map(rows.__getitem__, lengths)
+        ]
+        cells += [f"{last.seconds * 1e3:.1f}", f"{last.sgemm_share:.2f}"]
+        if both:
+            growth = measured.growth.get(name)
+            cells.append("" if growth is None else f"T^{growth:.2f}")
+            cells.append("" if last.extra_bytes is None else f"{last.extra_bytes / 1e6:.0f}")
+        table.add_row(Text(name), *map(Text, cells))
+    return table
+
+
+def save_figure(measured: Measurement, path: Path) -> None:
+    """Forward+backward time against length, on logarithmic axes; .html is interactive and needs no
+    network."""
+    import altair
+
+    rows = [asdict(figure) for figure in measured.figures if figure.passes == "forward+backward"]
+    chart = (
+        altair.Chart(altair.Data(values=rows))
+        .mark_line(point=True)
+        .encode(
+            x=altair.X("length:Q", scale=altair.Scale(type="log", base=2), title="tokens"),
+            y=altair.Y("seconds:Q", scale=altair.Scale(type="log"), title="seconds, forward+backward"),
+            color=altair.Color("name:N", title=None, scale=altair.Scale(scheme="tableau20")),
+            strokeDash=altair.StrokeDash("kind:N", title=None),
+            tooltip=["name:N", "length:Q", "seconds:Q", "ratio:Q"],
+        )
+        .properties(width=560, height=400, title="Time of attention against length")
+    )
+    temporary = path.with_name(f".{path.stem}.tmp{path.suffix}")
+    try:
+        if path.suffix == ".html":
+            chart.save(temporary, inline=True)
+        else:
+            chart.save(temporary, scale_factor=2)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

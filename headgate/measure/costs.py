@@ -1,0 +1,341 @@
+"""What a variant costs: training steps, peak memory, decoding and its cache, at several context lengths.
+
+Measured apart from training, with all of the machine. Times are interleaved with the baseline's; a speed is
+the median over the rounds of the baseline's time over the variant's in the same round, so above 1 is faster.
+Peak memory is that of two training steps in a fresh process, above what it held before the model was built.
+
+Where a mechanism starts to win is searched for by measuring between a length where it does not and one where
+it does, until they are close.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from headgate import config
+from headgate.compare.variants import Variant
+from headgate.config import Config, TrainConfig
+from headgate.errors import HeadgateError
+from headgate.machine import Peak, keep_memory
+from headgate.measure.speed import interleaved, ratios
+from headgate.model.decoder import Decoder
+from headgate.train.evaluate import autocast
+from headgate.train.optim import clip_gradients, gradient_norm, make_optimizer
+
+Kind = Literal["training", "decoding"]
+KINDS: tuple[Kind, ...] = ("training", "decoding")
+DECODED = 8
+"""Tokens decoded in one round."""
+PREFILL = 1024
+CLOSE = 1.25
+"""A crossover is narrowed down to two lengths of which one is at most this many times the other."""
+LENGTH_STEP = 64
+
+
+@dataclass(frozen=True)
+class CostPlan:
+    """What to measure."""
+
+    lengths: tuple[int, ...] = ()
+    """Context lengths; empty for the training context, 4 and 16 times it."""
+    seconds: float = 1.0
+    """About how long a variant is measured at a length, for training and for decoding each."""
+
+    def lengths_for(self, train: TrainConfig) -> list[int]:
+        """Always with the training context, whose cost stands beside the loss."""
+        context = train.context
+        return sorted({context, *(self.lengths or (4 * context, 16 * context))})
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Seconds of a step, and the speed relative to the baseline's with its quartiles."""
+
+    seconds: float
+    ratio: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A variant at a context length."""
+
+    label: str
+    length: int
+    sequences: int
+    """Of a training step."""
+    training: Speed
+    """A step: forward, backward and optimiser."""
+    decoding: Speed
+    """One token after a context of this length, one sequence."""
+    peak_bytes: int
+    peak_ratio: float
+    cache_bytes: int
+    """Keys and values that a context of this length leaves to be kept."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.length * self.sequences / self.training.seconds
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """From which length on a variant is faster than the baseline."""
+
+    label: str
+    kind: Kind
+    wins_at: int | None
+    """The shortest length measured from which on it always was faster; None if it never was."""
+    not_at: int | None
+    """The longest length measured below that at which it was not; None if it was at all of them."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    threads: int
+    device: str
+    costs: tuple[Cost, ...]
+    crossovers: tuple[Crossover, ...]
+
+    def of(self, label: str) -> list[Cost]:
+        return [cost for cost in self.costs if cost.label == label]
+
+
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def build(variant: Variant, base: Config) -> Decoder:
+    return Decoder(replace(base.model, mechanism=variant.mechanism), seed=base.seed).to(device())
+
+
+def sequences_at(length: int, train: TrainConfig) -> int:
+    """As many tokens a step as in training, at least one sequence."""
+    return max(1, train.batch_size * train.context // length)
+
+
+def training_step(decoder: Decoder, train: TrainConfig, length: int) -> Callable[[], None]:
+    """A function that does one optimiser step on random tokens."""
+    optimizer = make_optimizer(decoder, train)
+    parameters: list[Tensor] = list(decoder.parameters())
+    where = parameters[0].device
+    shape = (sequences_at(length, train), length + 1)
+    tokens = torch.randint(decoder.config.vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(
+        where
+    )
+
+    def step() -> None:
+        with autocast(where, train.precision):
+            loss = decoder(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        clip_gradients(parameters, gradient_norm(parameters), train.clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        _wait(where)
+
+    return step
+
+
+def decoding_step(decoder: Decoder, length: int) -> tuple[Callable[[], None], int]:
+    """A function that decodes DECODED tokens after a context of `length`; and what that context keeps."""
+    where = next(decoder.parameters()).device
+    tokens = random_tokens(decoder, (1, length))
+    cache = decoder.new_cache()
+    with torch.inference_mode():
+        for part in tokens.split(PREFILL, dim=1):
+            decoder.hidden(part, cache=cache)
+    token = tokens[:, -1:]
+    held = cache.held_bytes
+
+    def step() -> None:
+        with torch.inference_mode():
+            for _ in range(DECODED):
+                decoder(token, cache=cache)
+        _wait(where)
+
+    return step, held
+
+
+def random_tokens(decoder: Decoder, shape: tuple[int, int]) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(decoder.config.vocab_size, shape, generator=generator).to(device())
+
+
+def _wait(where: torch.device) -> None:
+    if where.type == "cuda":
+        torch.cuda.synchronize(where)
+
+
+def measure_costs(
+    variants: tuple[Variant, ...],
+    base: Config,
+    plan: CostPlan,
+    before: Costs | None,
+    at_once: int,
+    say: Callable[[str], None],
+) -> Costs:
+    """Measure every variant that is not in `before`, the first as the baseline of all."""
+    known = {cost.label for cost in before.costs} if before else set()
+    baseline, *others = variants
+    missing = [variant for variant in others if variant.label not in known]
+    if before is not None and not missing:
+        return before
+    keep_memory()
+    measured = [baseline, *missing]
+    bench = Bench(baseline.label, {variant.label: build(variant, base) for variant in measured}, base.train)
+    labels, lengths = [variant.label for variant in measured], plan.lengths_for(base.train)
+    speeds: dict[tuple[Kind, int], dict[str, Speed]] = {}
+    for length in lengths:
+        say(f"measuring speed at a context of {length:,}")
+        for kind in KINDS:
+            speeds[kind, length] = bench.speeds(kind, labels, length, plan.seconds)
+    crossovers = []
+    for label in labels[1:]:
+        for kind in KINDS:
+
+            def measure(length: int, kind: Kind = kind, label: str = label) -> float:
+                say(f"measuring where {label} starts to win in {kind}: a context of {length:,}")
+                found = bench.speeds(kind, [baseline.label, label], length, plan.seconds / 2)
+                return found[label].low
+
+            known_speeds = {length: speeds[kind, length][label].low for length in lengths}
+            crossovers.append(Crossover(label, kind, *crossover(known_speeds, measure)))
+    bench.decoders.clear()
+    say(f"measuring peak memory, {len(measured) * len(lengths)} processes")
+    peaks = _peaks(measured, base, lengths, at_once)
+    fresh = [
+        Cost(
+            label=variant.label,
+            length=length,
+            sequences=sequences_at(length, base.train),
+            training=speeds["training", length][variant.label],
+            decoding=speeds["decoding", length][variant.label],
+            peak_bytes=peaks[variant.label, length],
+            peak_ratio=peaks[variant.label, length] / max(1, peaks[baseline.label, length]),
+            cache_bytes=bench.held[variant.label, length],
+        )
+        for variant in measured
+        for length in lengths
+    ]
+    if before is not None:
+        fresh = [*before.costs, *(cost for cost in fresh if cost.label != baseline.label)]
+        crossovers = [*before.crossovers, *crossovers]
+    return Costs(torch.get_num_threads(), str(device()), tuple(fresh), tuple(crossovers))
+
+
+class Bench:
+    """Decoders to be measured against one of them."""
+
+    def __init__(self, baseline: str, decoders: dict[str, Decoder], train: TrainConfig) -> None:
+        self.baseline, self.decoders, self.train = baseline, decoders, train
+        self.held: dict[tuple[str, int], int] = {}
+        """Bytes that a context leaves in the cache, by label and length."""
+
+    def speeds(self, kind: Kind, labels: Sequence[str], length: int, seconds: float) -> dict[str, Speed]:
+        runs: dict[str, Callable[[], None]] = {}
+        for label in labels:
+            if kind == "training":
+                runs[label] = training_step(self.decoders[label], self.train, length)
+            else:
+                runs[label], self.held[label, length] = decoding_step(self.decoders[label], length)
+        times = interleaved(runs, seconds=seconds * len(runs), least_rounds=5, most_rounds=20)
+        each = 1 if kind == "training" else DECODED
+        return {
+            label: Speed(
+                median(own) / each, *ratios({"baseline": times[self.baseline], "own": own}, "baseline", "own")
+            )
+            for label, own in times.items()
+        }
+
+
+def crossover(speed: Mapping[int, float], measure: Callable[[int], float]) -> tuple[int | None, int | None]:
+    """(wins_at, not_at) from speeds by length, above 1 where it wins, and by measuring between."""
+    wins_at = not_at = None
+    for length in sorted(speed, reverse=True):
+        if speed[length] <= 1:
+            not_at = length
+            break
+        wins_at = length
+    if wins_at is None or not_at is None:
+        return wins_at, not_at
+    while wins_at > CLOSE * not_at:
+        between = round((wins_at * not_at) ** 0.5 / LENGTH_STEP) * LENGTH_STEP
+        if not not_at < between < wins_at:
+            break
+        if measure(between) > 1:
+            wins_at = between
+        else:
+            not_at = between
+    return wins_at, not_at
+
+
+def step_seconds(variants: list[Variant], base: Config, threads: int) -> dict[str, float]:
+    """Seconds of a training step of each, at the training context, as a run of the study has them."""
+    keep_memory()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        steps = {v.label: training_step(build(v, base), base.train, base.train.context) for v in variants}
+        times = interleaved(steps, seconds=3.0 * len(steps), least_rounds=5, most_rounds=20)
+    finally:
+        torch.set_num_threads(before)
+    baseline = variants[0].label
+    # Through the ratio, which what else the machine does disturbs less than the seconds.
+    return {label: median(times[baseline]) * ratios(times, label, baseline)[0] for label in times}
+
+
+def _peaks(
+    variants: list[Variant], base: Config, lengths: list[int], at_once: int
+) -> dict[tuple[str, int], int]:
+    cases = [(variant, length) for variant in variants for length in lengths]
+    with ThreadPoolExecutor(at_once if device().type == "cpu" else 1) as pool:
+        peaks = pool.map(lambda case: peak_memory(case[0], base, case[1]), cases)
+        return {(variant.label, length): peak for (variant, length), peak in zip(cases, peaks, strict=True)}
+
+
+def peak_memory(variant: Variant, base: Config, length: int) -> int:
+    """Peak bytes of two training steps in a fresh process, above what it held before."""
+    asked = replace(base, model=replace(base.model, mechanism=variant.mechanism))
+    question = {"config": config.to_dict(asked), "length": length, "threads": torch.get_num_threads()}
+    run = subprocess.run(
+        [sys.executable, "-m", "headgate.measure.costs"],
+        input=json.dumps(question),
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"MALLOC_TRIM_THRESHOLD_": "0"},
+    )
+    if run.returncode:
+        told = run.stderr.strip().splitlines() or ["it said nothing"]
+        raise HeadgateError(
+            f"measuring the memory of {variant.label!r} at a context of {length} failed: {told[-1]}"
+        )
+    return int(run.stdout)
+
+
+def _answer(question: Mapping[str, Any]) -> int:
+    """In the fresh process."""
+    torch.set_num_threads(question["threads"])
+    asked = config.from_dict(Config, question["config"])
+    # What is loaded on first use does not count, so a first step is taken by something small.
+    small = replace(asked.model, n_layers=1, vocab_size=64)
+    training_step(Decoder(small).to(device()), replace(asked.train, batch_size=1), 16)()
+    peak = Peak() if device().type == "cpu" else None
+    step = training_step(Decoder(asked.model).to(device()), asked.train, question["length"])
+    step()
+    step()
+    return torch.cuda.max_memory_allocated() if peak is None else peak.bytes()
+
+
+if __name__ == "__main__":
+    print(_answer(json.load(sys.stdin)))

@@ -1,0 +1,299 @@
+"""What a training run will take, before it is started: work, memory by part, what fits, time, cost.
+
+Memory is followed through the real code (`dryrun`), work is counted as a run's summary counts it, and time is
+a range. On a GPU it follows from the datasheet and the shares of it that training reaches, at best and at
+worst; for the CPU, pieces of the very model are timed on the spot (`cpu_timing`).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from headgate.config import Config
+from headgate.errors import HeadgateError
+from headgate.plan import cpu_timing
+from headgate.plan.devices import CPU, Device, Seconds
+from headgate.plan.memory_trace import Ledger, Memory, Pass, Passes, Sizes, blank_decoder, walk
+from headgate.train.summary import flops_per_token, mechanisms_of
+
+USABLE = 0.9
+"""The share of a device's memory that a plan fills: the rest is the program's and lost between tensors."""
+PRODUCTS = (0.7, 0.4)
+"""The share of a GPU's peak that large matrix products reach in training, at best and at worst."""
+ATTENTION = (0.6, 0.25)
+"""The same of attention's products, which have a softmax in between."""
+VECTOR = (0.5, 0.2)
+"""The same, of the fp32 peak, of what a mechanism does to each pair besides."""
+MOVED = (0.4, 1.1)
+"""Bytes moved as a multiple of what the ops of the plain code move: at best most passes are fused."""
+BACKWARD = 2.5
+"""Attention's backward pass over its forward: five products against two."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A way to run a step: its sequences on a device at once, and what that needs."""
+
+    recompute: bool
+    shard: bool
+    sequences: int
+    """Of one pass on one device."""
+    accumulation: int
+    memory: Memory
+    fits: bool
+    seconds: Seconds
+
+    @property
+    def options(self) -> str:
+        """As `headgate train` takes them."""
+        return " ".join(["--recompute"] * self.recompute + ["--shard"] * self.shard) or "no option"
+
+
+@dataclass(frozen=True)
+class Plan:
+    config: Config
+    device: Device
+    count: int
+    parameters: int
+    mechanism_parameters: int
+    flops: dict[str, float]
+    """Of a step on all devices, forward and backward: linear, attention, total."""
+    bytes_moved: float
+    """By the ops of a step on all devices, each reading and writing by itself."""
+    asked: Fit
+    """The recipe's own batch, without recomputation or sharding."""
+    ways: tuple[Fit, ...]
+    """For each choice of options the largest number of sequences that fits; one sequence if none does."""
+    cache: float
+    """Bytes that one sequence of this context leaves to be kept in decoding, in fp32."""
+    price: float | None
+    """Of one device for an hour, as the user gave it."""
+
+    @property
+    def best(self) -> Fit | None:
+        """The fastest way that fits; of those that are equally fast within what can be told, the first."""
+        fitting = [way for way in (self.asked, *self.ways) if way.fits]
+        least = min((way.seconds.expected for way in fitting), default=0.0)
+        return next((way for way in fitting if way.seconds.expected <= 1.05 * least), None)
+
+    def hours(self, way: Fit) -> Seconds:
+        return way.seconds.times(self.config.train.steps / 3600)
+
+    def cost(self, way: Fit) -> Seconds | None:
+        return None if self.price is None else self.hours(way).times(self.price * self.count)
+
+    def to_dict(self) -> dict[str, Any]:
+        train = self.config.train
+
+        def of(way: Fit) -> dict[str, Any]:
+            cost = self.cost(way)
+            return {
+                **asdict(way),
+                "memory": {**asdict(way.memory), "total": way.memory.total},
+                "hours": asdict(self.hours(way)),
+                "cost": None if cost is None else asdict(cost),
+            }
+
+        return {
+            "mechanism": [asdict(spec) for spec in self.config.model.mechanism],
+            "context": train.context,
+            "tokens": train.tokens,
+            "device": asdict(self.device),
+            "count": self.count,
+            "parameters": self.parameters,
+            "mechanism_parameters": self.mechanism_parameters,
+            "flops_per_step": self.flops,
+            "bytes_per_step": self.bytes_moved,
+            "asked": of(self.asked),
+            "ways": [of(way) for way in self.ways],
+            "best": None if self.best is None else of(self.best),
+            "cache_bytes": self.cache,
+            "price": self.price,
+        }
+
+
+def make_plan(
+    config: Config, device: Device, *, count: int = 1, price: float | None = None, all_ways: bool = True
+) -> Plan:
+    """Without all ways, others are only looked for when what is asked for does not fit."""
+    return Planner(config, device, count, price).plan(all_ways=all_ways)
+
+
+class Planner:
+    def __init__(self, config: Config, device: Device, count: int, price: float | None = None) -> None:
+        if count < 1:
+            raise HeadgateError(f"count={count} is too small; it must be at least 1")
+        if price is not None and not price >= 0:
+            raise HeadgateError(f"price={price} is negative; give the price of one device for an hour")
+        if device.name == CPU and count > 1:
+            raise HeadgateError(f"count={count} of this machine cannot be measured; plan for one")
+        train = config.train
+        self.total = train.batch_size * train.accumulation
+        if self.total % count:
+            raise HeadgateError(
+                f"a step of {self.total} sequences cannot be shared out evenly over {count} devices; "
+                "choose a count that divides it, or another train.batch_size"
+            )
+        self.config, self.device, self.count, self.price = config, device, count, price
+        self.decoder = blank_decoder(config.model)
+        self.sizes = Sizes.of(self.decoder)
+        self.mechanisms = mechanisms_of(self.decoder)
+        self.forward = flops_per_token(self.decoder, train.context)
+        gated = [m for m in self.mechanisms if m.pair_operations()]
+        self.besides = sum(m.pairs(train.context) * m.pair_operations() for m in gated)
+        """Operations on pairs beside attention's own, of a head and sequence."""
+        self.share = self.total // count
+        """Sequences of a step on one device."""
+        self.passes = {
+            recompute: Passes(config.model, train.precision, train.context, recompute=recompute)
+            for recompute in (False, True)
+        }
+        self._found: dict[tuple[bool, int], Pass] = {}
+
+    def plan(self, *, all_ways: bool = True) -> Plan:
+        train, count = self.config.train, self.count
+        tokens = self.total * train.context
+        own = max(1, train.batch_size // count)
+        while self.share % own:
+            own -= 1
+        asked = self.way(own, recompute=False, shard=False)
+        choices = [
+            (recompute, shard) for shard in (False, True)[: min(2, count)] for recompute in (False, True)
+        ]
+        if asked.fits and not all_ways:
+            choices = []
+        ways = [self.largest(recompute=recompute, shard=shard) for recompute, shard in choices]
+        return Plan(
+            config=self.config,
+            device=self.device,
+            count=count,
+            parameters=self.decoder.parameter_count(),
+            mechanism_parameters=sum(p.numel() for m in self.mechanisms for p in m.parameters()),
+            flops={name: 3 * value * tokens for name, value in _named(self.forward).items()},
+            bytes_moved=count * self.moved(self.run(own, recompute=False), own, shards=1),
+            asked=asked,
+            ways=tuple(ways),
+            cache=self.cache(),
+            price=self.price,
+        )
+
+    def run(self, sequences: int, *, recompute: bool) -> Pass:
+        key = recompute, sequences
+        if key not in self._found:
+            self._found[key] = self.passes[recompute].of(sequences)
+        return self._found[key]
+
+    def memory(self, sequences: int, *, recompute: bool, shard: bool) -> Memory:
+        # DDP keeps the gradients in buckets all the time; sharded ones, and those of one pass, come and go.
+        accumulated = sequences < self.share or (self.count > 1 and not shard)
+        run = self.run(sequences, recompute=recompute)
+        return walk(run, self.sizes, accumulated=accumulated, shards=self.count if shard else 1)
+
+    def way(self, sequences: int, *, recompute: bool, shard: bool) -> Fit:
+        memory = self.memory(sequences, recompute=recompute, shard=shard)
+        return Fit(
+            recompute,
+            shard,
+            sequences,
+            self.share // sequences,
+            memory,
+            memory.total <= USABLE * self.device.memory,
+            self.seconds(sequences, recompute=recompute, shard=shard),
+        )
+
+    def largest(self, *, recompute: bool, shard: bool) -> Fit:
+        """The way with the most sequences that fits."""
+        for sequences in range(self.share, 1, -1):
+            if self.share % sequences == 0:
+                memory = self.memory(sequences, recompute=recompute, shard=shard)
+                if memory.total <= USABLE * self.device.memory:
+                    return self.way(sequences, recompute=recompute, shard=shard)
+        return self.way(1, recompute=recompute, shard=shard)
+
+    def moved(self, run: Pass, sequences: int, *, shards: int) -> float:
+        """Bytes that the ops of a step move on one device; AdamW reads four numbers a weight and writes
+        three."""
+        rest, *layers = run.moved
+        of_pass = rest + sum(layers[n % len(layers)] for n in range(self.sizes.depth))
+        return of_pass * (self.share // sequences) + 28 * self.sizes.total / shards
+
+    def seconds(self, sequences: int, *, recompute: bool, shard: bool) -> Seconds:
+        if self.device.name == CPU:
+            return self.cpu_timing.seconds(self.share, recompute=recompute)
+        low, high = (self.bound(end, sequences, recompute=recompute, shard=shard) for end in (0, 1))
+        return Seconds(low, math.sqrt(low * high), high)
+
+    def bound(self, end: int, sequences: int, *, recompute: bool, shard: bool) -> float:
+        """A GPU's seconds, at best (end 0), where movement hides behind arithmetic, and at worst (1)."""
+        train, device, forward = self.config.train, self.device, self.forward
+        tokens = self.share * train.context
+        peak = device.bf16 if train.precision == "bf16" else device.fp32
+        again = 1 if recompute else 0
+        products = (3 + again) * forward["linear"] * tokens / (peak * PRODUCTS[end])
+        attention = (1 + again + BACKWARD) * forward["attention"] * tokens / (peak * ATTENTION[end])
+        besides = (1 + again + BACKWARD) * self.besides * self.config.model.n_heads * self.share
+        vector = besides / (device.fp32 * VECTOR[end])
+        run = self.run(sequences, recompute=recompute)
+        shards = self.count if shard else 1
+        moving = MOVED[end] * self.moved(run, sequences, shards=shards) / device.bandwidth
+        exchanged = 0.0
+        if self.count > 1:
+            # All-reduce sends everything twice; sharded weights are gathered twice a pass, gradients sent on.
+            rounds = 3 * (self.share // sequences) if shard else 2
+            exchanged = rounds * 4 * self.sizes.total * (1 - 1 / self.count) / device.link
+        arithmetic = products + attention + vector
+        return arithmetic + moving + exchanged if end else max(arithmetic, moving, exchanged)
+
+    @cached_property
+    def cpu_timing(self) -> cpu_timing.CpuTiming:
+        return cpu_timing.measure(self.config, self.decoder)
+
+    def cache(self) -> float:
+        """Keys, values and what a mechanism keeps beside them, from the first key still needed."""
+        model, context = self.config.model, self.config.train.context
+        total = 0.0
+        for mechanism in self.mechanisms[: len(self.sizes.layers)]:
+            kept = context - mechanism.first_key(context)
+            with Ledger() as ledger:
+                keys = ledger.shadow((1, model.n_kv_heads, 1, model.head_dim))
+                ledger.shadow_parameters(mechanism)
+                state = mechanism.key_state(keys)
+            beside = 0 if state is None else state.numel()
+            layers = len(range(self.mechanisms.index(mechanism), self.sizes.depth, len(self.sizes.layers)))
+            total += layers * kept * 4 * (2 * keys.numel() + beside)
+        return total
+
+
+def _named(forward: dict[str, float]) -> dict[str, float]:
+    return {"linear": forward["linear"], "attention": forward["attention"], "total": forward["forward"]}
+
+
+def with_batch(config: Config, *, context: int | None, batch: int | None) -> Config:
+    """The config with another context and number of sequences in a pass; as many tokens are trained on."""
+    train = config.train
+    context, batch = context or train.context, batch or train.batch_size
+    steps = max(1, round(train.tokens / (batch * train.accumulation * context)))
+    return replace(config, train=replace(train, context=context, batch_size=batch, steps=steps))
+
+
+def compare(
+    config: Config,
+    mechanisms: Sequence[Any],
+    contexts: Sequence[int],
+    device: Device,
+    *,
+    count: int = 1,
+    price: float | None = None,
+) -> list[Plan]:
+    """A plan of each mechanism (a tuple of specs) at each context, with as many tokens a step throughout."""
+    plans = []
+    tokens = config.train.batch_size * config.train.context
+    for context in contexts:
+        batch = max(count, tokens // context)
+        asked = with_batch(config, context=context, batch=batch - batch % count)
+        for mechanism in mechanisms:
+            changed = replace(asked, model=replace(asked.model, mechanism=mechanism))
+            plans.append(make_plan(changed, device, count=count, price=price, all_ways=False))
+    return plans

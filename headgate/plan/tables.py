@@ -1,0 +1,200 @@
+"""Plans as a person reads them: one in detail, or several beside one another."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from rich.table import Table
+
+from headgate import config
+from headgate.compare.progress import output
+from headgate.compare.variants import Variant, parse_variants
+from headgate.errors import HeadgateError
+from headgate.plan.devices import CPU, Seconds, find_device
+from headgate.plan.planner import USABLE, Fit, Plan, compare, make_plan, with_batch
+from headgate.train.start import named_config
+
+PARTS = ("weights", "gradients", "optimiser", "activations", "loss")
+
+
+def print_plan(plan: Plan, label: str) -> None:
+    console = output()
+    train, device = plan.config.train, plan.device
+    many = f"{plan.count} x {device.name}" if plan.count > 1 else device.name
+    console.print(
+        f"{label}, {train.context:,} tokens, {train.batch_size} sequences a pass, {train.accumulation} "
+        f"pass{'es' * (train.accumulation > 1)} a step, {train.precision}; {many} ({device.source})",
+        soft_wrap=True,
+    )
+    console.print(
+        f"{plan.parameters:,} parameters, {plan.mechanism_parameters:,} of them the mechanism's; a step "
+        f"takes {quantity(plan.flops['total'])}FLOP "
+        f"({plan.flops['attention'] / plan.flops['total']:.0%} attention) and moves "
+        f"{quantity(plan.bytes_moved)}B; decoding keeps {quantity(plan.cache)}B a sequence",
+        soft_wrap=True,
+    )
+    table = Table(title="peak memory of a device and seconds of a step", title_justify="left")
+    for name in ("run with", "sequences x passes", *PARTS, "peak", "fits", "step"):
+        table.add_column(name, justify="left" if name in ("run with", "fits") else "right")
+    rows = [("as asked", plan.asked), *((way.options, way) for way in plan.ways if way != plan.asked)]
+    for name, way in rows:
+        table.add_row(
+            name,
+            f"{way.sequences} x {way.accumulation}",
+            *(quantity(getattr(way.memory, part)) + "B" for part in PARTS),
+            quantity(way.memory.total) + "B",
+            "yes" if way.fits else "no",
+            span(way.seconds, duration),
+        )
+    console.print(table)
+    console.print(verdict(plan), soft_wrap=True)
+
+
+def print_table(plans: Sequence[Plan], labels: Sequence[str]) -> None:
+    """`labels` has the mechanisms; the plans stand in their order, context after context."""
+    console = output()
+    device = plans[0].device
+    table = Table(
+        title=f"the fastest way that fits {plans[0].count} x {device.name} ({device.source})",
+        title_justify="left",
+    )
+    for name in (
+        "context",
+        "mechanism",
+        "FLOP a step",
+        "run with",
+        "peak",
+        "step",
+        "tokens/s",
+        "hours",
+        "cost",
+    ):
+        table.add_column(name, justify="left" if name in ("mechanism", "run with") else "right")
+    for n, plan in enumerate(plans):
+        label, way = labels[n % len(labels)], plan.best
+        context = f"{plan.config.train.context:,}" if n % len(labels) == 0 else ""
+        work = quantity(plan.flops["total"])
+        if way is None:
+            least = min(way.memory.total for way in plan.ways)
+            table.add_row(context, label, work, "nothing fits", quantity(least) + "B", "", "", "", "")
+            continue
+        cost = plan.cost(way)
+        tokens = plan.config.train.tokens / plan.config.train.steps
+        table.add_row(
+            context,
+            label,
+            work,
+            f"{way.sequences} x {way.accumulation}, {way.options}",
+            quantity(way.memory.total) + "B",
+            span(way.seconds, duration),
+            f"{tokens / way.seconds.expected:,.0f}",
+            span(plan.hours(way), lambda hours: f"{hours:,.1f}"),
+            "" if cost is None else span(cost, lambda price: f"{price:,.0f}"),
+            end_section=(n + 1) % len(labels) == 0,
+        )
+    console.print(table)
+
+
+def verdict(plan: Plan) -> str:
+    way = plan.best
+    if way is None:
+        least = min(plan.ways, key=lambda way: way.memory.total)
+        return (
+            f"nothing fits: one sequence at a time needs {quantity(least.memory.total)}B with "
+            f"{least.options}, and {USABLE:.0%} of a device is {quantity(USABLE * plan.device.memory)}B; "
+            "shorten the context, or plan for more or larger devices"
+        )
+    told = (
+        f"fastest: {settings(plan, way)}: the recipe's {quantity(plan.config.train.tokens)} tokens take "
+        f"{span(plan.hours(way).times(3600), duration)}"
+    )
+    cost = plan.cost(way)
+    if cost is not None:
+        told += (
+            f" and cost {span(cost, lambda price: f'{price:,.0f}')} at your {plan.price:g} a device and hour"
+        )
+    elif plan.device.name != CPU:
+        told += "; --price tells the cost"
+    return told
+
+
+def settings(plan: Plan, way: Fit) -> str:
+    train = plan.config.train
+    batch = f"train.batch_size={way.sequences * plan.count} train.accumulation={way.accumulation}"
+    own = train.batch_size == way.sequences * plan.count and train.accumulation == way.accumulation
+    return way.options if own else f"{way.options}, {batch}"
+
+
+def span(seconds: Seconds, words: Callable[[float], str]) -> str:
+    low, high = words(seconds.low), words(seconds.high)
+    return low if low == high else f"{low} to {high}"
+
+
+def quantity(number: float) -> str:
+    """With a decimal prefix: 1.5 G, 23 M."""
+    for prefix, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {prefix}"
+    return f"{number:.3g} "
+
+
+def duration(seconds: float) -> str:
+    if seconds < 1:
+        return f"{1000 * seconds:.3g} ms"
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.3g} min"
+    return f"{seconds / 3600:.3g} h" if seconds < 48 * 3600 else f"{seconds / 86400:.3g} days"
+
+
+def plan_words(
+    recipe: str,
+    overrides: Sequence[str],
+    *,
+    mechanism: str | None,
+    context: int | None,
+    batch: int | None,
+    device: str,
+    count: int,
+    price: float | None,
+    table: bool,
+    contexts: str,
+    threads: int | None,
+    as_json: bool,
+) -> None:
+    """From the words of the command line to what it prints."""
+    for name, value in (("context", context), ("batch", batch), ("threads", threads), ("count", count)):
+        if value is not None and value < 1:
+            raise HeadgateError(f"{name}={value} is too small; it must be at least 1")
+    parts = contexts.split(",") if contexts else []
+    if not all(part.strip().isdecimal() and int(part) for part in parts):
+        raise HeadgateError(f"contexts={contexts!r} is not whole numbers above 0; write them as 2048,8192")
+    if contexts and not table:
+        raise HeadgateError("--contexts are the lengths of --table; give both, or --context for one plan")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    asked = config.override(named_config(recipe), overrides)
+    asked = with_batch(asked, context=context, batch=batch)
+    if table:
+        names = mechanism.split() if mechanism else []
+        variants = parse_variants(names, asked.model)
+        lengths = list(map(int, parts)) or [asked.train.context * factor for factor in (1, 4, 16)]
+        plans = compare(
+            asked, [v.mechanism for v in variants], lengths, find_device(device), count=count, price=price
+        )
+        if as_json:
+            print(json.dumps([plan.to_dict() for plan in plans]))
+        else:
+            print_table(plans, [variant.label for variant in variants])
+        return
+    label = "+".join(spec.name for spec in asked.model.mechanism)
+    if mechanism is not None:
+        variant = Variant.parse(mechanism)
+        asked, label = replace(asked, model=replace(asked.model, mechanism=variant.mechanism)), variant.label
+    plan = make_plan(asked, find_device(device), count=count, price=price)
+    if as_json:
+        print(json.dumps(plan.to_dict()))
+    else:
+        print_plan(plan, f"{recipe}, {label}")

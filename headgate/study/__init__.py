@@ -1,1 +1,0 @@
-"""Comparisons: what a mechanism costs and what it gains."""

@@ -1,0 +1,74 @@
+"""The study of docs/findings.md in short: the Makefile's own commands, one of them run with a few steps."""
+
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headgate.compare.variants import PAPERS, parse_variants
+from headgate.config import override
+from headgate.mechanisms import MECHANISMS
+from headgate.recipes import get_recipe
+
+ROOT = Path(__file__).parents[2]
+SHORT = "train.steps=2 train.warmup_steps=1 train.evaluate_every=2 train.evaluate_tokens=256"
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed; not run")
+
+
+def make(*words: str) -> str:
+    command = ["make", "-o", ".venv/.ready", f"BIN={Path(sys.executable).parent}", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_its_commands_name_every_mechanism_and_every_ablation_of_the_papers() -> None:
+    told = make("-n", "study", "TEXT=web text", "NOVELS=novels").replace("\\\n", "")
+    commands = [shlex.split(line)[1:] for line in told.splitlines() if "headgate " in line]
+    assert [words[:2] for words in commands if words[0] == "prepare"] == [
+        ["prepare", "web text"],
+        ["prepare", commands[2][1]],
+        ["prepare", "web text"],
+        ["prepare", "novels"],
+    ]
+    studies = [words for words in commands if words[0] == "compare"]
+    assert [words[words.index("--out") + 1] for words in studies] == [
+        f"runs/study/{part}" for part in ("text", "recall", "start", "long")
+    ]
+    for words in studies:
+        recipe = get_recipe(words[words.index("--recipe") + 1])
+        settings = [word for word in words if word.startswith(("train.", "model."))]
+        config = override(recipe, settings)
+        names = words[1 : words.index("--recipe")]
+        variants = parse_variants(names, config.model)
+        assert len(variants) == len(names) + 1
+        if words[words.index("--out") + 1] in ("runs/study/text", "runs/study/recall"):
+            assert {v.mechanism[0].name for v in variants} == set(MECHANISMS.names()) - {
+                "output-gated-example"
+            }
+            ablated = {(v.mechanism[0].name, v.ablation) for v in variants if v.ablation}
+            for name in (*PAPERS, "near-far"):
+                assert {a for n, a in ablated if n == name} == set(MECHANISMS.get(name).ablations)
+
+
+def test_a_part_of_it_runs(tmp_path: Path) -> None:
+    make(
+        "study-recall",
+        f"STUDY={tmp_path}",
+        "SEEDS=1",
+        f"SETTINGS={SHORT}",
+        "MECHANISMS=near-far",
+        "ABLATIONS=",
+        "SHORT_REACH=",
+    )
+    recall = json.loads((tmp_path / "recall/results.json").read_text())
+    assert [v["label"] for v in recall["variants"]] == ["full", "near-far"]
+    for variant in recall["variants"]:
+        assert variant["runs"][0]["state"] == "finished"
+        places = variant["answers"]["by_distance"]
+        assert places[-1]["end"] == 256
+        assert all(0 <= place["mean"] <= 1 for place in places)

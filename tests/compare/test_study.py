@@ -1,0 +1,370 @@
+"""Studies: what is trained, what a crash and an interruption do, what grows, and what is refused."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from study_examples import LABEL, SETTINGS, asked, write_recipe
+
+from headgate.compare import results as results_module
+from headgate.compare.results import collect, write_results
+from headgate.compare.study import StudyFolder, run_study
+from headgate.compare.tables import print_against
+from headgate.compare.variants import PAPERS, Variant, parse_variants, with_ablations
+from headgate.config import Config, MechanismSpec, StudyOptions
+from headgate.errors import HeadgateError
+from headgate.measure.costs import crossover
+from headgate.train.folder import last_step, read_metrics
+
+
+def test_variants_are_written_in_words(micro: Config) -> None:
+    model = micro.model
+    assert [v.label for v in parse_variants([], model)] == ["full", *PAPERS]
+    plain, labelled, ablation, pattern = parse_variants(
+        ["sparse-geometric:gate=log@log <b>", "dynamic-sparse:no-gate", "local:window=3+full"], model
+    )
+    assert plain.mechanism == (MechanismSpec("full"),)
+    assert (labelled.label, labelled.mechanism[0].options) == ("log <b>", {"gate": "log"})
+    assert (ablation.ablation, ablation.mechanism[0].options) == ("no-gate", {"gate": "open"})
+    assert [spec.name for spec in pattern.mechanism] == ["local", "full"]
+    assert Variant.parse("dynamic-sparse:gate=open").ablation == "no-gate"
+    assert parse_variants(["local", "full@plain"], model)[0].label == "plain"
+    assert with_ablations("head-gated") == (
+        "head-gated", "head-gated:no-gate", "head-gated:local-only", "head-gated:global-only"
+    )  # fmt: skip
+
+
+def test_folders_of_variants_are_safe_and_their_own() -> None:
+    folders = [
+        Variant(label, ()).folder for label in ("a b", "a/b", "../a", "a-b", "<i>", "full", "..", "a+b")
+    ]
+    assert len(set(folders)) == len(folders)
+    assert all(set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789._=+-") for name in folders)
+    assert all(name.strip(".") for name in folders)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["dynamic-spares"], "unknown mechanism 'dynamic-spares'; did you mean 'dynamic-sparse'?"),
+        (["local:windw=3"], "local has no option 'windw'; did you mean 'window'?"),
+        (["dynamic-sparse:nogate"], "dynamic-sparse has no ablation 'nogate'; did you mean 'no-gate'?"),
+        (["local", "local"], "variant 'local' is named twice"),
+        (["local@"], "variant 'local@' has an empty label"),
+    ],
+)
+def test_bad_names_are_told(names: list[str], message: str, micro: Config) -> None:
+    with pytest.raises(HeadgateError) as error:
+        parse_variants(names, micro.model)
+    assert message in str(error.value)
+
+
+def test_a_mechanism_without_ablations_cannot_be_ablated() -> None:
+    with pytest.raises(HeadgateError, match="full has no ablations"):
+        with_ablations("full")
+
+
+def test_every_run_is_trained_and_told(study: Path) -> None:
+    told = json.loads((study / "results.json").read_text())
+    assert [v["label"] for v in told["variants"]] == ["full", "dynamic-sparse", "<b>log</b> & co"]
+    for variant in told["variants"]:
+        losses = [run["loss"] for run in variant["runs"]]
+        for run in variant["runs"]:
+            lines = [line for line in read_metrics(study / run["folder"]) if "validation" in line]
+            assert run["loss"] == lines[-1]["validation"]["loss"]
+            assert [p["loss"] for p in run["curve"]] == [line["validation"]["loss"] for line in lines]
+        assert variant["loss"]["mean"] == pytest.approx(sum(losses) / 2)
+        assert variant["curve"][-1]["mean"] == pytest.approx(variant["loss"]["mean"])
+        assert variant["memory"]["ratio"] > 0
+        assert variant["speed"]["low"] <= variant["speed"]["ratio"] <= variant["speed"]["high"]
+    full, sparse, _ = told["variants"]
+    pairs = [ours["loss"] - theirs["loss"] for ours, theirs in zip(sparse["runs"], full["runs"], strict=True)]
+    assert sparse["difference"]["mean"] == pytest.approx(sum(pairs) / 2)
+    assert full["difference"] is None
+    assert full["speed"]["ratio"] == 1.0
+    assert len(sparse["gates"]["heads"]) == 2
+    assert len(sparse["gates"]["heads"][0]["by_head"]) == 2
+    assert full["gates"] is None
+    table = (study / "results.md").read_text()
+    assert table.count("\n| ") == 4
+    assert told["headline"] in table
+
+
+def test_variants_share_data_and_weights(study: Path) -> None:
+    """Before any update, the training loss is that of the shared weights on the shared batch."""
+    first = {}
+    for name in ("full", "dynamic-sparse"):
+        first[name] = [read_metrics(study / "runs" / name / f"seed-{seed}")[0]["loss"] for seed in (0, 1)]
+    assert first["full"][0] != first["full"][1]
+    assert first["full"] == pytest.approx(first["dynamic-sparse"], abs=0.02)
+
+
+def test_costs_are_those_of_the_mechanisms(study: Path) -> None:
+    costs = json.loads((study / "costs.json").read_text())
+    by = {(cost["label"], cost["length"]): cost for cost in costs["costs"]}
+    assert {length for _, length in by} == {24, 96}
+    # fp32 keys and values of 1 head of 8 in 2 layers; the window of 6 keeps 6 keys for the next query.
+    assert by["full", 96]["cache_bytes"] == 96 * 2 * 2 * 8 * 4
+    assert by["dynamic-sparse", 96]["cache_bytes"] == 6 * 2 * 2 * 8 * 4
+    assert all(cost["peak_bytes"] > 0 and cost["training"]["seconds"] > 0 for cost in costs["costs"])
+    assert by["full", 24]["sequences"] == 4
+    assert by["full", 96]["sequences"] == 1
+
+
+def test_a_finished_study_trains_nothing_again(study: Path, micro: Config, data: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in study.glob("runs/*/*/metrics.jsonl")}
+    costs = (study / "costs.json").read_text()
+    assert len(before) == 6
+    assert run_study(*asked(study, data))
+    assert {path: path.stat().st_mtime_ns for path in study.glob("runs/*/*/metrics.jsonl")} == before
+    assert (study / "costs.json").read_text() == costs
+
+
+def test_interrupted_and_resumed_it_is_the_same(
+    study: Path, micro: Config, data: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "study"
+    names, _, _, settings, options = asked(out, data)
+    words = [
+        "compare",
+        *names,
+        "--recipe",
+        options.recipe,
+        "--data",
+        str(data),
+        "--out",
+        str(out),
+        "--seeds",
+        "2",
+    ]
+    words += [
+        "--no-cost",
+        "--lengths",
+        options.lengths,
+        "--cost-seconds",
+        str(options.cost_seconds),
+        *settings,
+    ]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "headgate", *words],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+    deadline = time.monotonic() + 120
+    while not any(last_step(run) for run in out.glob("runs/*/*")):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    with pytest.raises(HeadgateError, match="is being compared by another process; wait for it or stop it"):
+        run_study(names, data, out, settings, options)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "the same command goes on" in errors
+    assert "Traceback" not in errors
+    unfinished = [run for run in out.glob("runs/*/*") if not (run / "summary.json").is_file()]
+    assert unfinished or len(list(out.glob("runs/*/*"))) < 6
+    assert run_study(names, data, out, settings, StudyOptions(**{**vars(options), "cost": False}))
+    assert settled(write_results(out), out) == settled(collect(study), study)
+
+
+def settled(results: dict[str, Any], folder: Path) -> Any:
+    """The results without what the machine has a say in, and without where they lie."""
+
+    def strip(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: strip(v) for k, v in value.items() if k not in results_module.MEASURED}
+        return [strip(item) for item in value] if isinstance(value, list) else value
+
+    return json.loads(json.dumps(strip(results)).replace(str(folder), "STUDY"))
+
+
+def test_a_crash_is_reported_and_the_rest_goes_on(data: Path, micro: Config, tmp_path: Path) -> None:
+    out = tmp_path / "study"
+    broken = out / "runs/local/seed-1"
+    recipe = write_recipe(micro, tmp_path)
+    options = StudyOptions(recipe=str(recipe), seeds=2, cost=False)
+    StudyFolder(out)
+    run_study(["local"], data, out, SETTINGS, StudyOptions(recipe=str(recipe), seeds=1, cost=False))
+    broken.mkdir(parents=True)
+    (broken / "notes.txt").write_text("in the way")
+    assert not run_study(["local"], data, out, SETTINGS, options)
+    told = write_results(out)
+    assert [run["state"] for run in told["variants"][0]["runs"]] == ["finished", "finished"]
+    assert [run["state"] for run in told["variants"][1]["runs"]] == ["finished", "failed"]
+    reason = told["variants"][1]["runs"][1]["reason"]
+    assert "holds 'notes.txt' and no config.json" in reason
+    assert told["variants"][1]["difference"]["verdict"] == "not tested"
+    assert "1 of 2 seeds failed" in (out / "results.md").read_text()
+
+    (broken / "notes.txt").unlink()
+    assert run_study(["local", "dynamic-sparse"], data, out, SETTINGS, options)  # repaired, and with one more
+    told = collect(out)
+    assert [[run["state"] for run in v["runs"]] for v in told["variants"]] == [["finished"] * 2] * 3
+
+
+def test_a_study_is_not_mixed_with_another(study: Path, micro: Config, data: Path, tmp_path: Path) -> None:
+    names, _, _, settings, options = asked(study, data)
+    for other_settings, other_options, message in [
+        ((*settings, "train.steps=9"), options, "train.steps=8 and not 9"),
+        (settings, StudyOptions(**{**vars(options), "budget": "seconds"}), "budget=tokens and not seconds"),
+    ]:
+        with pytest.raises(HeadgateError, match="is a study with") as error:
+            run_study(names, data, study, other_settings, other_options)
+        assert message in str(error.value)
+    with pytest.raises(HeadgateError, match="'dynamic-sparse' meaning"):
+        run_study(["local@dynamic-sparse"], data, study, settings, options)
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(HeadgateError, match=r"is taken and holds no study\.json"):
+        run_study(names, data, tmp_path, settings, options)
+    with pytest.raises(HeadgateError, match=r"has no study\.json"):
+        collect(tmp_path)
+
+
+def test_what_no_run_could_train_on_is_refused_before_the_first(data: Path, tmp_path: Path) -> None:
+    names, _, out, settings, options = asked(tmp_path / "out", data)
+    for setting, message in [
+        ("model.vocab_size=9", "model.vocab_size=9 is too small for the data"),
+        ("train.context=99999999", "99999999"),
+    ]:
+        with pytest.raises(HeadgateError, match=message):
+            run_study(names, data, out, [*settings, setting], options)
+        assert not out.exists()
+    with pytest.raises(HeadgateError, match="cost_seconds=0 is no time to measure"):
+        StudyOptions(cost_seconds=0)
+
+
+def test_the_page_names_the_commands_that_make_it_again() -> None:
+    options = results_module._prepare_options
+    text = {"tokenizer": "bpe:9", "text_column": "text", "splits": [80, 10, 10], "dedup": False}
+    assert options(text | {"max_tokens": None, "end_of_text": None}) == ["--tokenizer", "bpe:9"]
+    asked_for = {
+        "text_column": "body",
+        "splits": [8, 1, 1],
+        "dedup": True,
+        "max_tokens": 7,
+        "end_of_text": "!",
+    }
+    assert options(text | asked_for | {"end_of_text": "!"}) == [
+        "--tokenizer", "bpe:9", "--text-column", "body", "--splits", "8/1/1",
+        "--max-tokens", "7", "--end-of-text", "!", "--dedup",
+    ]  # fmt: skip
+    assert options({"tokenizer": "recall", "splits": [80, 10, 10], "keys": 8}) == []
+
+
+def test_any_variant_can_be_what_others_are_compared_with(
+    study: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = collect(study)
+    found = results_module.against(told, "dynamic-sparse")
+    assert list(found) == ["full", LABEL]
+    forward = told["variants"][1]["difference"]
+    assert found["full"].mean == pytest.approx(-forward["mean"])
+    assert found["full"].p == pytest.approx(forward["p"])
+    print_against("dynamic-sparse", found)
+    assert f"{found['full'].mean:+.4f}" in capsys.readouterr().out
+    with pytest.raises(HeadgateError, match="no variant 'dynamic'; did you mean 'dynamic-sparse'"):
+        results_module.against(told, "dynamic")
+
+
+def test_equal_seconds_give_slower_variants_fewer_steps(data: Path, micro: Config, tmp_path: Path) -> None:
+    out = tmp_path / "study"
+    options = StudyOptions(recipe=str(write_recipe(micro, tmp_path)), seeds=1, cost=False, budget="seconds")
+    assert run_study(["sparse-geometric"], data, out, ["train.steps=40", "train.context=48"], options)
+    told = write_results(out)
+    steps = {v["label"]: v["steps"] for v in told["variants"]}
+    assert steps["full"] == 40
+    assert 1 <= steps["sparse-geometric"] != 40
+    assert told["variants"][1]["runs"][0]["tokens"] == steps["sparse-geometric"] * 4 * 48
+    assert "at equal seconds" in told["conditions"]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "low", "high", "between"),
+    [(0.75, 0.7, 0.8, [4, 8]), (0.9, 0.8, 1.1, [8]), (2.0, 1.9, 2.1, [8])],
+)
+def test_at_equal_seconds_speeds_count_by_their_ratio(
+    study: Path, tmp_path: Path, ratio: float, low: float, high: float, between: list[int]
+) -> None:
+    """And only where it is shown to differ; seconds of different rounds of measuring are not compared."""
+    out = tmp_path / "study"
+    shutil.copytree(study, out)
+    costs = json.loads((out / "costs.json").read_text())
+    context = json.loads((out / "config.json").read_text())["train"]["context"]
+    for cost in costs["costs"]:
+        if cost["label"] == LABEL and cost["length"] == context:
+            cost["training"] = {"seconds": 1e3, "ratio": ratio, "low": low, "high": high}
+    (out / "costs.json").write_text(json.dumps(costs))
+    variant = next(v for v in collect(out)["variants"] if v["label"] == LABEL)
+    points = [point for run in variant["runs"] for point in run["curve"] if point["step"] in between]
+    expected = sum(point["loss"] for point in points) / len(points)
+    assert variant["equal_seconds"]["loss"]["mean"] == pytest.approx(expected)
+
+
+def test_a_loss_reached_before_the_first_evaluation_says_nothing_of_when() -> None:
+    def run(*losses: float) -> dict[str, Any]:
+        curve = [{"tokens": 100 * (n + 1), "loss": loss} for n, loss in enumerate(losses)]
+        return {
+            "state": "finished",
+            "seed": 0,
+            "loss": losses[-1],
+            "tokens": 100 * len(losses),
+            "curve": curve,
+        }
+
+    def told(*losses: float) -> dict[str, Any]:
+        found = results_module._convergence([run(*losses)], [run(6.0, 5.0)], 1.0, 1.0)
+        assert found is not None
+        return found
+
+    assert told(5.5, 4.5)["relative"] == pytest.approx(-0.25)
+    assert (told(4.9, 4.5)["relative"], told(4.9, 4.5)["early"]) == (None, 1)
+    assert (told(5.9, 5.5)["relative"], told(5.9, 5.5)["reached"]) == (None, 0)
+
+
+def test_crossovers_are_found_by_measuring() -> None:
+    asked_for = []
+
+    def measure(length: int) -> float:
+        asked_for.append(length)
+        return length / 1000
+
+    wins_at, not_at = crossover({256: 0.3, 1024: 1.02, 4096: 4.1}, measure)
+    assert wins_at is not None
+    assert not_at is not None
+    assert not_at <= 1000 <= wins_at <= 1.25 * not_at
+    assert asked_for
+    assert crossover({256: 0.3, 1024: 0.9}, measure) == (None, 1024)
+    assert crossover({256: 1.3, 1024: 1.9}, measure) == (256, None)
+    assert crossover({256: 1.3, 1024: 0.9, 2048: 1.1, 4096: 2}, lambda length: 2.0)[1] == 1024
+
+
+def test_a_killed_study_takes_its_runs_with_it(data: Path, micro: Config, tmp_path: Path) -> None:
+    out = tmp_path / "study"
+    words = ["compare", "local", "--recipe", str(write_recipe(micro, tmp_path)), "--data", str(data)]
+    words += ["--out", str(out), "--seeds", "1", "--jobs", "1", "--no-cost", "train.steps=100000"]
+    process = subprocess.Popen([sys.executable, "-m", "headgate", *words], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    run = out / "runs/full/seed-0"
+    while last_step(run) < 2:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    if not children.is_file():
+        pytest.skip("this system does not tell a process's children; not run")
+    (child,) = map(int, children.read_text().split())
+    process.kill()
+    process.wait()
+    while os.path.exists(f"/proc/{child}"):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert list(run.glob("checkpoints/step-*"))  # it saved before it ended
