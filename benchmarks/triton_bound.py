@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from triton_resources import Case, machine_code
 
-from headgate.ops.triton.pair_gate import KERNELS, Config, configs
+from headgate.ops.triton.pair_gate import KERNELS, KernelConfig, configs
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Bound:
 
 
 def bound(
-    kernel: str, device: Device, config: Config, counts: Counter[str], width: int, hidden: int
+    kernel: str, device: Device, config: KernelConfig, counts: Counter[str], width: int, hidden: int
 ) -> Bound:
     quarter = config.warps / 4  # warps that one scheduler serves
     pairs = config.rows * config.columns

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from headgate.ops.triton.pair_gate import DTYPES, HIDDEN, KERNELS, WIDTHS, Config, configs, constants
+from headgate.ops.triton.pair_gate import DTYPES, HIDDEN, KERNELS, WIDTHS, KernelConfig, configs, constants
 
 TARGETS: dict[str, tuple[str, int | str, int]] = {
     "sm_80": ("cuda", 80, 32),
@@ -47,7 +47,7 @@ class Case:
     width: int
     hidden: int
     form: str
-    config: Config
+    config: KernelConfig
     target: str
 
 

@@ -70,7 +70,7 @@ def attention_alone() -> Tensor:
     q, k, v = torch.randn(2, 8, 100, 64), torch.randn(2, 2, 100, 64), torch.randn(2, 2, 100, 64)
     print(ops.explain("window_attention", q, k, v, 16))
     out = ops.window_attention(q, k, v, 16)
-    near, near_lse = ops.span_attention(q, k, v, window=16)  # with log-sum-exps branches can be merged
+    near, near_lse = ops.span_attention(q, k, v, ops.Span(16))  # with log-sum-exps branches can be merged
     far, far_lse = ops.far_attention(q, k, v, 16)
     share = (far_lse - near_lse[:, :, 17:]).sigmoid()[..., None]
     everything = (1 - share) * near[:, :, 17:] + share * far

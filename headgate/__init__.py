@@ -11,7 +11,7 @@ from headgate.version import __version__
 
 if TYPE_CHECKING:
     from headgate import ops
-    from headgate.mechanisms.contract import build_mechanism, probe, skipping
+    from headgate.mechanisms.contract import Past, build_mechanism, probe, skipping
     from headgate.model.decoder import Decoder, build_model, load
 
     def mechanisms() -> list[str]: ...
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Decoder",
     "HeadgateError",
+    "Past",
     "__version__",
     "build_mechanism",
     "build_model",
@@ -32,6 +33,7 @@ __all__ = [
 
 _HOME = {
     "Decoder": "headgate.model.decoder",
+    "Past": "headgate.mechanisms.contract",
     "build_mechanism": "headgate.mechanisms.contract",
     "build_model": "headgate.model.decoder",
     "load": "headgate.model.decoder",

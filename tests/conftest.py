@@ -3,6 +3,9 @@
 import json
 import os
 import random
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +20,18 @@ from headgate.data.prepare import Request, prepare
 # On a device (`make test-gpu`) they are compiled.
 if os.environ.get("HEADGATE_DEVICE", "cpu") == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Some virtual machines announce matrix tiles (AMX) that they cannot run, and PyTorch dies of them in its
+    first product in bf16. Every process of the suite is then told to do without."""
+    flags = Path("/proc/cpuinfo")
+    asked = hasattr(config, "workerinput") or "ONEDNN_MAX_CPU_ISA" in os.environ
+    if asked or not flags.is_file() or "amx_bf16" not in flags.read_text():
+        return
+    product = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); x @ x"
+    if subprocess.run([sys.executable, "-c", product], capture_output=True).returncode == -signal.SIGILL:
+        os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_FP16"
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from headgate import ops
 from headgate.config import require_at_least
-from headgate.mechanisms import Mechanism, MechanismOptions, register
-from headgate.ops import reference
+from headgate.mechanisms import Mechanism, MechanismOptions, Past, register
 
 
 @dataclass(frozen=True)
@@ -34,16 +33,9 @@ class OutputGated(Mechanism):
         super().__init__(heads, options)
         self.output = nn.Linear(heads.d_model, heads.n_heads) if options.output_gate else None
 
-    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0) -> Tensor:
-        attended = ops.window_attention(q, k, v, self.options.window, start=start)
-        return attended if self.output is None else self.output(x).sigmoid().mT[..., None] * attended
-
-    def reference(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0) -> Tensor:
-        attended, _ = reference.span_attention(q, k, v, window=self.options.window, start=start)
+    def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:
+        attended = ops.attention(q, k, v, past.span(self.options.window))
         return attended if self.output is None else self.output(x).sigmoid().mT[..., None] * attended
 
     def first_key(self, position: int) -> int:
         return max(0, position - self.options.window)
-
-    def pairs(self, length: int) -> int:
-        return sum(min(i, self.options.window) + 1 for i in range(length))

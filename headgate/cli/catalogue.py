@@ -20,17 +20,21 @@ def summary(mechanism: type[Mechanism]) -> str:
 
 
 def option_texts(options: type[MechanismOptions]) -> dict[str, str]:
-    """The docstring that follows each field in the source."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(options))).body[0]
-    assert isinstance(body, ast.ClassDef)
-    texts = {}
-    for field, after in zip(body.body, body.body[1:], strict=False):
-        if (
-            isinstance(field, ast.AnnAssign)
-            and isinstance(field.target, ast.Name)
-            and isinstance(after, ast.Expr)
-        ):
-            if isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
+    """The docstring that follows each field in the source, those of the base class included."""
+    texts: dict[str, str] = {}
+    for cls in reversed(options.__mro__):
+        if not dataclasses.is_dataclass(cls):
+            continue
+        body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for field, after in zip(body.body, body.body[1:], strict=False):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
+                and isinstance(after, ast.Expr)
+                and isinstance(after.value, ast.Constant)
+                and isinstance(after.value.value, str)
+            ):
                 texts[field.target.id] = inspect.cleandoc(after.value.value)
     return texts
 

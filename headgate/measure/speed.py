@@ -127,7 +127,7 @@ def op_cases(shape: Shape, hidden: int = 16) -> list[Case]:
 
     def ring(x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         weight = torch.full(q.shape[:3], -0.7)
-        return ops.span_attention(q, k, v, window=w, ring=2 * w, ring_log_weight=weight)[0]
+        return ops.span_attention(q, k, v, ops.Span(w, ring=2 * w), ring_log_weight=weight)[0]
 
     def pair_gate(form: Any) -> Attend:
         w2, b2 = torch.full((shape.n_heads, hidden), 0.25), torch.full((shape.n_heads,), 2.0)

@@ -3,9 +3,9 @@
 import sys
 import types
 
-from headgate.mechanisms.contract import MECHANISMS, Mechanism, MechanismOptions, register
+from headgate.mechanisms.contract import MECHANISMS, Heads, Mechanism, MechanismOptions, Past, register
 
-__all__ = ["MECHANISMS", "Mechanism", "MechanismOptions", "register"]
+__all__ = ["MECHANISMS", "Heads", "Mechanism", "MechanismOptions", "Past", "register"]
 
 
 class _Callable(types.ModuleType):

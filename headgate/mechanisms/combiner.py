@@ -14,8 +14,7 @@ from torch import Tensor
 
 from headgate import ops
 from headgate.config import require_at_least
-from headgate.mechanisms.contract import Mechanism, MechanismOptions, register, require_all_keys
-from headgate.ops import reference
+from headgate.mechanisms.contract import Mechanism, MechanismOptions, Past, register
 
 
 @dataclass(frozen=True)
@@ -32,20 +31,13 @@ class Combiner(Mechanism):
     Options = CombinerOptions
     options: CombinerOptions
 
-    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0) -> Tensor:
-        require_all_keys("combiner", start)
+    def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:
+        past.require_all_keys("combiner")
         return ops.combiner_attention(q, k, v, block=self.options.block)
 
-    def reference(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0) -> Tensor:
-        require_all_keys("combiner", start)
-        return reference.combiner_attention(q, k, v, block=self.options.block)
-
-    def open(self) -> float:
+    def start_as_full(self) -> float:
         """Only the first block is seen exactly; a summary of several keys cannot be all of them."""
         return self.options.block
-
-    def first_key(self, position: int) -> int:
-        return 0
 
     def pairs(self, length: int) -> int:
         block = self.options.block

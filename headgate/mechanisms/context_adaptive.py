@@ -4,44 +4,33 @@
     out_i^h = g_i^h * local_i^h + (1 - g_i^h) * global_i^h
 
 local: keys at a distance up to `window` as they are; keys from there to `max_window` with log w_i added to
-their logit, w_i = sigmoid(width(x_i)). So w = 0 is the narrow window, w = 1 the wide one, and the width has a
-gradient.
+their logit, w_i = sigmoid(width(x_i)), so that the width has a gradient.
 
-global: the k_i = ceil(c * sqrt(i + 1)) keys of highest logit among all j <= i. `select="token"` is exactly
-this. `select="block"` takes whole blocks instead, for speed: the complete past blocks are ranked by q_i .
-mean(keys), and the best ceil(k_i / block) of them are attended to with the query's own block. A probe sees
-its recall of the exact top k ("recall").
+global: the k_i = ceil(c * sqrt(i + 1)) keys of highest logit among all j <= i. `select="block"` takes whole
+blocks instead, for speed: the best ceil(k_i / block) complete past blocks, ranked by q_i . mean(keys), and
+the query's own block. A probe sees its recall of the exact top k ("recall").
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from headgate import ops
 from headgate.config import require_at_least
 from headgate.errors import HeadgateError
-from headgate.mechanisms.contract import (
-    Heads,
-    Mechanism,
-    MechanismOptions,
-    head_weights,
-    open_gate,
-    opened,
-    register,
-    require_all_keys,
-    window_pairs,
-)
+from headgate.mechanisms.contract import Heads, Mechanism, MechanismOptions, Past, register, window_pairs
+from headgate.mechanisms.gates import fix_gate, head_weights, openness
 from headgate.ops import reference
+from headgate.ops.dispatch import forced
 from headgate.ops.merge import mixed
+from headgate.ops.norm import normed_linear
+from headgate.ops.tiles import recomputed
 
 RECOMPUTED = 4
-"""Training sequences longer than so many windows compute the local branch again in the backward pass instead
-of keeping it: it is then a small part of the work, and of as many bytes as the global branch."""
+"""Beyond so many windows the local branch is computed again in the backward pass: little work, many bytes."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +59,10 @@ class ContextAdaptiveOptions(MechanismOptions):
         if not self.top_k > 0:
             raise HeadgateError(f"top_k={self.top_k} must be above 0")
 
+    @property
+    def reach(self) -> int:
+        return self.window if self.width == "fixed" else self.max_window
+
 
 @register("context-adaptive")
 class ContextAdaptive(Mechanism):
@@ -88,76 +81,65 @@ class ContextAdaptive(Mechanism):
         self.gate = self.width = None
         if options.gate == "learned":
             # The norm is the paper's "gate gradients require careful normalization".
-            mlp = (nn.RMSNorm(c, eps=1e-6), nn.Linear(c, hidden), nn.GELU(), nn.Linear(hidden, heads.n_heads))
-            self.gate = nn.Sequential(*mlp)
+            norm, out = nn.RMSNorm(c, eps=1e-6), nn.Linear(hidden, heads.n_heads)
+            self.gate = nn.Sequential(norm, nn.Linear(c, hidden), nn.GELU(), out)
         if options.width == "learned" and options.gate != "global":
             self.width = nn.Linear(c, heads.n_heads)
 
-    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0) -> Tensor:
+    def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:
         o = self.options
         if o.gate == "local":
-            return self._local(x, q, k, v, start)
-        require_all_keys("context-adaptive", start)
+            return self._local(x, q, k, v, past)
+        past.require_all_keys("context-adaptive")
         if o.gate == "global":
             return self._global(q, k, v)
         if self.gate is None:
-            return (self._local(x, q, k, v, start) + self._global(q, k, v)) / 2
+            return (self._local(x, q, k, v, past) + self._global(q, k, v)) / 2
         gate = self.followed(self._gate(x), down=True, up=True)
-        long = q.shape[2] > RECOMPUTED * o.max_window
-        if long and torch.is_grad_enabled() and not self.observed:
-            everything = self._global(q, k, v)
-            result: Tensor = checkpoint(
-                self._mixed,
-                x,
-                q,
-                k,
-                v,
-                start,
-                everything,
-                gate,
-                use_reentrant=False,
-                preserve_rng_state=False,
-            )
-            return result
         if self.is_skipping(q):
-            local = self._local(x, q, k, v, start, gate[:, 0] > 0)
-            everything = ops.among_active(self._global, q, k, v, gate[:, 0] < 1)
-            return mixed(local, everything, head_weights(gate))
-        return self._mixed(x, q, k, v, start, self._global(q, k, v), gate)
+            local = self._local(x, q, k, v, past, gate[:, 0] > 0)
+            return mixed(local, ops.among_active(self._global, q, k, v, gate[:, 0] < 1), head_weights(gate))
+
+        def mix(x: Tensor, q: Tensor, k: Tensor, v: Tensor, everything: Tensor, weights: Tensor) -> Tensor:
+            return mixed(self._local(x, q, k, v, past), everything, weights)
+
+        parts = x, q, k, v, self._global(q, k, v), head_weights(gate)
+        long = q.shape[2] > RECOMPUTED * o.max_window and not self.observed
+        return recomputed(mix, *parts) if long else mix(*parts)
+
+    def dense(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:
+        span, weight = self._ring(x, past)
+        local, _ = reference.span_attention(q, k, v, span, ring_log_weight=weight)
+        with forced("reference"):
+            everything = self._global(q, k, v)
+        fixed = {"half": 0.5, "local": 1.0, "global": 0.0}
+        g = fixed[self.options.gate] if self.gate is None else head_weights(self.gate(x).sigmoid())
+        return g * local + (1 - g) * everything
 
     @property
     def skips(self) -> bool:
         return self.gate is not None
 
-    def _mixed(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, start: int, everything: Tensor, gate: Tensor
-    ) -> Tensor:
-        return mixed(self._local(x, q, k, v, start), everything, head_weights(gate))
-
     def _gate(self, x: Tensor) -> Tensor:
-        """The gate (B,Tq,H), with the norm's scale taken behind the first product: there it is a number a
-        token, and no normed copy of x is kept for the backward pass."""
         assert self.gate is not None
-        norm, first = cast(nn.RMSNorm, self.gate[0]), cast(nn.Linear, self.gate[1])
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        scale = (
-            (torch.linalg.vecdot(wide, wide)[..., None] / x.shape[-1] + (norm.eps or 0.0)).rsqrt().to(x.dtype)
-        )
-        hidden = F.linear(x, first.weight * norm.weight) * scale + first.bias
-        return opened(self.gate[2:](hidden))
+        hidden = normed_linear(x, cast(nn.RMSNorm, self.gate[0]), cast(nn.Linear, self.gate[1]))
+        return openness(self.gate[2:](hidden))
 
     def _local(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, start: int, active: Tensor | None = None
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past, active: Tensor | None = None
     ) -> Tensor:
-        """Of all heads, or when a token is decoded of those that are active."""
+        span, weight = self._ring(x, past)
+        if weight is not None and self.observed:
+            self.observe("width", weight.exp().transpose(1, 2))
+        if active is not None:
+            return ops.active_attention(q, k, v, active, span, ring_log_weight=weight)[0]
+        return ops.span_attention(q, k, v, span, ring_log_weight=weight)[0]
+
+    def _ring(self, x: Tensor, past: Past) -> tuple[ops.Span, Tensor | None]:
         o = self.options
-        attend = ops.span_attention if active is None else partial(ops.active_attention, active=active)
         if self.width is None:
-            return attend(q, k, v, window=o.window, start=start)[0]
-        log_width = F.logsigmoid(self.width(x)).transpose(1, 2)
-        if self.observed:
-            self.observe("width", log_width.exp().transpose(1, 2))
-        return attend(q, k, v, window=o.window, ring=o.max_window, ring_log_weight=log_width, start=start)[0]
+            return past.span(o.window), None
+        return past.span(o.window, ring=o.max_window), F.logsigmoid(self.width(x)).transpose(1, 2)
 
     def _global(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         o = self.options
@@ -167,67 +149,32 @@ class ContextAdaptive(Mechanism):
             self.observe("recall", ops.selection_recall(q, k, block=o.block, scale=o.top_k))
         return ops.block_selected_attention(q, k, v, block=o.block, scale=o.top_k)
 
-    def reference(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0) -> Tensor:
-        o = self.options
-        w = None if self.width is None else F.logsigmoid(self.width(x)).transpose(1, 2)
-        ring = 0 if w is None else o.max_window
-        local, _ = reference.span_attention(
-            q, k, v, window=o.window, ring=ring, ring_log_weight=w, start=start
-        )
-        if o.gate == "local":
-            return local
-        if o.select == "token":
-            everything = reference.top_k_attention(q, k, v, scale=o.top_k)
-        else:
-            everything = reference.block_selected_attention(q, k, v, block=o.block, scale=o.top_k)
-        fixed = {"half": 0.5, "global": 0.0}
-        g = fixed[o.gate] if self.gate is None else head_weights(self.gate(x).sigmoid())
-        return g * local + (1 - g) * everything
-
-    def open(self) -> float:
-        """Towards the local branch at its widest: the global one leaves keys out from the third token on."""
-        o = self.options
-        if self.gate is not None:
-            last = self.gate[-1]
-            assert isinstance(last, nn.Linear)
-            open_gate(last)
-        if self.width is not None:
-            open_gate(self.width)
-        local = (o.window if self.width is None else o.max_window) + 1
-        everything = self._global_reach(local)
-        return {"learned": local, "local": local, "half": everything, "global": everything}[o.gate]
-
-    def _global_reach(self, most: int) -> int:
-        """How many first positions, at most `most`, have all of their keys in the global branch."""
-        o = self.options
-        for i, count in enumerate(top_counts(most, o.top_k)):
-            past = i // o.block
-            blocks = min(past, -(-count // o.block)) * o.block + i % o.block + 1
-            if (count if o.select == "token" else blocks) < i + 1:
-                return i
-        return most
-
     def first_key(self, position: int) -> int:
-        o = self.options
-        reach = o.window if o.width == "fixed" else o.max_window
-        return max(0, position - reach) if o.gate == "local" else 0
+        return max(0, position - self.options.reach) if self.options.gate == "local" else 0
 
     def pairs(self, length: int) -> int:
         """Local and global pairs; block selection counts a block's mean as one key."""
         o = self.options
-        reach = o.window if o.width == "fixed" else o.max_window
-        local = 0 if o.gate == "global" else window_pairs(length, reach)
-        if o.gate == "local":
-            return local
+        local = 0 if o.gate == "global" else window_pairs(length, o.reach)
+        if o.gate == "local" or o.select == "token":
+            return local + (o.gate != "local") * (length * (length + 1) // 2)
+        return local + sum(i // o.block + keys for i, keys in enumerate(self._global_keys(length)))
+
+    def _global_keys(self, length: int) -> list[int]:
+        """How many keys the global branch attends to at each position."""
+        o = self.options
+        keys: list[int] = reference.top_count(torch.arange(length), o.top_k).tolist()
         if o.select == "token":
-            return local + length * (length + 1) // 2
-        everything = 0
-        for i, count in enumerate(top_counts(length, o.top_k)):
-            past = i // o.block
-            everything += past + min(past, -(-count // o.block)) * o.block + i % o.block + 1
-        return local + everything
+            return keys
+        return [min(i // o.block, -(-n // o.block)) * o.block + i % o.block + 1 for i, n in enumerate(keys)]
 
-
-def top_counts(length: int, scale: float) -> list[int]:
-    counts: list[int] = reference.top_count(torch.arange(length), scale).tolist()
-    return counts
+    def start_as_full(self) -> float:
+        """Towards the local branch at its widest: the global one leaves keys out from the third token on."""
+        o = self.options
+        if self.gate is not None:
+            fix_gate(cast(nn.Linear, self.gate[-1]))
+        if self.width is not None:
+            fix_gate(self.width)
+        if o.gate in ("learned", "local"):
+            return o.reach + 1
+        return next((i for i, n in enumerate(self._global_keys(o.reach + 1)) if n <= i), o.reach + 1)

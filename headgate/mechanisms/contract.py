@@ -1,7 +1,11 @@
 """What a mechanism is: a module that turns queries, keys and values into attended values.
 
-Shapes everywhere: x (B,Tq,C) the newest tokens after the pre-attention norm; q (B,H,Tq,D); k, v (B,G,Tk,D)
-the keys and values known so far, of which the first has position `start` and the last Tq are the newest.
+A mechanism is two small functions. `prepare` sees the newest tokens alone and says what is kept of them: it
+rotates, shifts or mixes, and may add a state per key. `attend` sees everything that is kept. Between the two
+lies the cache, if there is one; both get a `Past`, which knows where the tokens stand and what came before.
+
+Shapes everywhere: x (B,Tq,C) the newest tokens after the pre-attention norm; q (B,H,Tq,D); k, v (B,G,Tk,D),
+in `attend` the keys and values kept so far, of which the last Tq are the newest.
 """
 
 import hashlib
@@ -10,13 +14,16 @@ import sys
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from headgate.config import check_heads, from_dict, require_at_least
 from headgate.errors import HeadgateError, suggestion
+from headgate.ops import Span
+from headgate.ops.dispatch import forced
+from headgate.ops.rotary import rotate
 from headgate.registry import Registry
 
 
@@ -24,6 +31,9 @@ from headgate.registry import Registry
 class MechanismOptions:
     """Base of every mechanism's options: a frozen dataclass, each field followed by its one-line
     docstring."""
+
+    positions: Literal["rope", "none"] = "rope"
+    """Whether queries and keys are rotated by their positions."""
 
 
 @dataclass(frozen=True)
@@ -44,65 +54,187 @@ class Heads:
             )
 
 
+class KeyCache(Protocol):
+    """Where the keys of past tokens are kept; `headgate.model.cache.LayerCache` is one."""
+
+    start: int
+    carried: dict[str, Tensor]
+
+    @property
+    def end(self) -> int: ...
+
+    def append(self, *new: Tensor) -> list[Tensor]: ...
+
+    def drop_before(self, position: int, *, keep: int = 0) -> None: ...
+
+
+class Past:
+    """Where the tokens of a call stand, and what the tokens before them left.
+
+    `Past()` is the beginning of a sequence, with queries and keys that are rotated already or need not be:
+    what `mechanism(x, q, k, v)` in a transformer block of your own means. With a cache, give the same one to
+    each call.
+    """
+
+    def __init__(
+        self,
+        *,
+        rotation: tuple[Tensor, Tensor] | None = None,
+        first_values: Tensor | None = None,
+        cache: KeyCache | None = None,
+        start: int = 0,
+    ) -> None:
+        self.rotation = rotation
+        """Cosines and sines of the newest tokens' positions."""
+        self.first_values = first_values
+        """The first layer's values (B,G,Tq,D) of the newest tokens; None in the first layer."""
+        self.cache = cache
+        self._start = start
+
+    @property
+    def start(self) -> int:
+        """Position of the first key kept."""
+        return self._start if self.cache is None else self.cache.start
+
+    def span(
+        self, window: int | None = None, *, dense_prefix: int = 0, pinned: int = 0, ring: int = 0
+    ) -> Span:
+        """Which of the keys kept a query sees, for the ops."""
+        return Span(window, dense_prefix, pinned, ring, self.start)
+
+    def require_all_keys(self, name: str) -> None:
+        if self.start:
+            raise HeadgateError(
+                f"{name} needs all keys, but the first one given has position start={self.start}; "
+                "give those from the beginning on"
+            )
+
+    def rotate(self, t: Tensor) -> Tensor:
+        """Queries or keys of the newest tokens, turned by their positions."""
+        return t if self.rotation is None else rotate(t, *self.rotation)
+
+    def carried(self, name: str) -> Tensor | None:
+        """What the call before handed on under this name; None at the beginning of a sequence."""
+        return None if self.cache is None else self.cache.carried.get(name)
+
+    def carry(self, name: str, value: Tensor) -> None:
+        """Hand a tensor (B,...) of fixed size on to the call with the next tokens."""
+        if self.cache is not None:
+            self.cache.carried[name] = value
+
+    def with_previous(self, name: str, t: Tensor, count: int = 1) -> Tensor:
+        """t (B,heads,Tq,...) behind its values at the `count` tokens before, which are 0 before the first:
+        (B,heads,count+Tq,...)."""
+        before = self.carried(name)
+        if before is None:
+            before = t.new_zeros((*t.shape[:2], count, *t.shape[3:]))
+        whole = torch.cat([before, t], 2)
+        if self.cache is not None:
+            self.carry(name, whole[:, :, whole.shape[2] - count :].clone())
+        return whole
+
+    def extend(self, *new: Tensor) -> list[Tensor]:
+        """Keep tensors (B,heads,Tq,...) of the newest tokens; returns those of all tokens kept."""
+        return list(new) if self.cache is None else self.cache.append(*new)
+
+    def forget(self, first_key: Callable[[int], int], pinned_keys: int) -> None:
+        """Drop the keys that no later query needs."""
+        if self.cache is not None:
+            self.cache.drop_before(first_key(self.cache.end), keep=pinned_keys)
+
+
 class Mechanism(nn.Module):
     """Subclass it in one file and decorate the class with `@register("name")`; nothing else needs to change.
 
     A token's output may depend on its prefix alone: whole sequences, chunks over a cache and single tokens
     must agree. The contract tests check this, and all else that is said below, for every registered name.
+    Only `attend` must be written.
     """
 
     Options: ClassVar[type[MechanismOptions]] = MechanismOptions
     ablations: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Name of an ablation -> the options that make it."""
+    renamed_options: ClassVar[Mapping[str, str]] = {}
+    """Older names of options, which saved models may still hold -> the names they have now."""
+    uses_first_values: ClassVar[bool] = False
+    """Whether it reads `past.first_values`."""
 
     def __init__(self, heads: Heads, options: Any) -> None:
         super().__init__()
         self.heads = heads
         self.options = options
         self.skip_below = 0.0
-        """What a gate weighs less than this is left out; `skipping` sets it."""
+        """Gates closer than this to 0 or 1 are rounded; `skipping` sets it."""
         self._observer: Callable[[str, Tensor], None] | None = None
 
-    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0) -> Tensor:
-        """The attended values (B,H,Tq,D). A mechanism with a `key_state` also takes `state=None`."""
-        raise NotImplementedError
+    def prepare(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> tuple[Tensor, ...]:
+        """From the newest tokens' projections to what `attend` gets of them: q, k, v, and as many states per
+        key (B,heads,Tq,...) as it likes, which are kept and dropped with the keys."""
+        if self.options.positions == "none":
+            return q, k, v
+        return past.rotate(q), past.rotate(k), v
 
-    def reference(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0) -> Tensor:
-        """The same as `forward`, dense and plain: the formula as it is written, and the truth for tests."""
-        raise NotImplementedError
+    attend: Callable[..., Tensor]
+    """attend(x, q, k, v, past, *states) -> the attended values (B,H,Tq,D), over all keys kept; to be
+    written."""
+
+    def _attend_by_reference(self, *given: Any) -> Tensor:
+        with forced("reference"):
+            return self.attend(*given)
+
+    dense: Callable[..., Tensor] = _attend_by_reference
+    """The same as `attend`, dense and plain: the formula as it is written, and the truth for tests. Unless
+    it is written out, `attend` over the reference ops."""
+
+    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past | None = None) -> Tensor:
+        """The attended values (B,H,Tq,D) of the newest tokens, which are kept if `past` has a cache."""
+        return self._run(self.attend, x, q, k, v, past)
+
+    def reference(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past | None = None) -> Tensor:
+        """What `forward` must give, by `dense`."""
+        return self._run(self.dense, x, q, k, v, past)
+
+    def _run(
+        self, attend: Callable[..., Tensor], x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past | None
+    ) -> Tensor:
+        past = Past() if past is None else past
+        q, *kept = self.prepare(x, q, k, v, past)
+        k, v, *states = past.extend(*kept)
+        out = attend(x, q, k, v, past, *states)
+        past.forget(self.first_key, self.pinned_keys)
+        return out
 
     def first_key(self, position: int) -> int:
-        """The earliest key that a query at `position` or later may need; the cache drops what lies before
-        it."""
-        raise NotImplementedError
+        """The earliest key that a query at `position` or later may need; the cache drops what lies before.
+        A mechanism that keeps no keys returns `position`."""
+        return 0
 
     @property
-    def first_keys(self) -> int:
+    def pinned_keys(self) -> int:
         """How many of the sequence's first keys the cache keeps besides, for ever.
 
         A mechanism that has some sees them right before the others, as if those dropped in between had never
-        been, and `start` is 0: so nothing but distances within the window may matter to it.
+        been, and `past.start` is 0: so nothing but distances within the window may matter to it.
         """
         return 0
 
     def pairs(self, length: int) -> int:
-        """How many query-key pairs a head evaluates over `length` tokens."""
-        raise NotImplementedError
+        """How many query-key pairs a head evaluates over `length` tokens, the mean over heads."""
+        total = 0
+        for position in range(length):
+            first = self.first_key(position)
+            total += position + 1 - first + min(first, self.pinned_keys)
+        return total
 
     def pair_operations(self) -> int:
         """Operations that a pair takes beside attention's own, for `headgate plan`: a network of the pair."""
         return 0
 
-    def key_state(self, k: Tensor) -> Tensor | None:
-        """Something computed per key (B,...,Tk,...) with Tk in dimension 2, kept in the cache beside k and
-        v."""
-        return None
-
     def initialise(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
         """Fill the parameter called `name` inside this mechanism; by default as the rest of the decoder."""
         initialise_parameter(name, parameter, generator)
 
-    def open(self) -> float:
+    def start_as_full(self) -> float:
         """Fill the parameters so that the mechanism starts as full attention, as far as it can.
 
         Weights that were trained with full attention are retrofitted this way. Returns at how many of the
@@ -111,9 +243,14 @@ class Mechanism(nn.Module):
         return 0
 
     def observe(self, name: str, value: Tensor) -> None:
-        """Hand a value to an active `headgate.probe`; does nothing otherwise."""
+        """Hand a value of any shape to an active `headgate.probe`; does nothing otherwise."""
         if self._observer is not None:
             self._observer(name, value)
+
+    @property
+    def observed(self) -> bool:
+        """Whether a probe is active, for values that cost something to compute."""
+        return self._observer is not None
 
     @property
     def skips(self) -> bool:
@@ -121,8 +258,8 @@ class Mechanism(nn.Module):
         return False
 
     def followed(self, gate: Tensor, *, down: bool = False, up: bool = False) -> Tensor:
-        """The gate (B,Tq,H) as it is used: a probe sees it, and inside `skipping` what is less than the
-        threshold away from 0 (`down`) or from 1 (`up`) is set to it."""
+        """The gate as it is used: a probe sees it, and inside `skipping` gates within the threshold of 0
+        (`down`) or of 1 (`up`) are rounded."""
         self.observe("gate", gate)
         if not self.skip_below:
             return gate
@@ -138,14 +275,8 @@ class Mechanism(nn.Module):
         return gate
 
     def is_skipping(self, q: Tensor) -> bool:
-        """Whether what weighs nothing is not to be computed: for single tokens, where there is no
-        gradient."""
+        """Whether what weighs nothing is left out: for single tokens, where there is no gradient."""
         return self.skip_below > 0 and q.shape[2] == 1 and not torch.is_grad_enabled()
-
-    @property
-    def observed(self) -> bool:
-        """Whether a probe is active, for values that cost something to compute."""
-        return self._observer is not None
 
     def extra_repr(self) -> str:
         return ", ".join(f"{f.name}={getattr(self.options, f.name)!r}" for f in fields(self.options))
@@ -176,8 +307,9 @@ def make_options(
     name: str, options: Mapping[str, Any], shared: Mapping[str, Any] | None = None
 ) -> MechanismOptions:
     """The mechanism's options from those given, then the shared ones it has, then its defaults."""
-    cls = MECHANISMS.get(name).Options
-    known = {f.name for f in fields(cls)}
+    mechanism = MECHANISMS.get(name)
+    cls, known = mechanism.Options, {f.name for f in fields(mechanism.Options)}
+    options = {mechanism.renamed_options.get(option, option): value for option, value in options.items()}
     for option in options:
         if option not in known:
             raise HeadgateError(f"{name} has no option {option!r}; {suggestion(option, known)}")
@@ -271,22 +403,10 @@ def probe(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
             mechanism._observer = earlier
 
 
-OPEN = 10.0
-"""Bias of an open gate: 1 - sigmoid(10) = 5e-5, which leaves a model's logits alone to about 5e-4. A larger
-one would be nearer to the identity, and learn later: the gate's gradient shrinks with it as exp(-bias)."""
-
-
-@torch.no_grad()
-def open_gate(gate: nn.Linear, bias: float = OPEN) -> None:
-    """Make a gate the same for every input: sigmoid(bias). Its weights, at 0, still have a gradient."""
-    gate.weight.zero_()
-    gate.bias.fill_(bias)
-
-
 @contextmanager
 def skipping(model: nn.Module, below: float) -> Iterator[None]:
-    """Inside, what a gate of the mechanisms weighs less than `below` counts as nothing, and when single
-    tokens are decoded it is not computed."""
+    """Inside, gates within `below` of 0 or 1 are rounded, and what then weighs nothing is not computed when
+    single tokens are decoded."""
     if not 0 <= below <= 0.5:
         raise HeadgateError(f"skip_below={below} is out of range; expected 0, which skips nothing, to 0.5")
     mechanisms = [m for m in model.modules() if isinstance(m, Mechanism) and m.skips]
@@ -304,26 +424,7 @@ def skipping(model: nn.Module, below: float) -> Iterator[None]:
             mechanism.skip_below = earlier
 
 
-def opened(logits: Tensor) -> Tensor:
-    """How far a gate with these logits is open: their sigmoid, computed in fp32 at least. In bf16 a gate
-    above 0.998 is 1, and would never learn to close: its gradient is computed as g * (1 - g)."""
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    return logits.to(wide).sigmoid().to(logits.dtype)
-
-
-def head_weights(gate: Tensor) -> Tensor:
-    """A gate per token and head (B,Tq,H) in the shape that multiplies attended values (B,H,Tq,1)."""
-    return gate.transpose(1, 2)[..., None]
-
-
 def window_pairs(length: int, window: int) -> int:
     """Pairs of `length` queries, each with itself and at most `window` keys before it."""
     growing = min(length, window + 1)
     return growing * (growing + 1) // 2 + (length - growing) * (window + 1)
-
-
-def require_all_keys(name: str, start: int) -> None:
-    if start:
-        raise HeadgateError(
-            f"{name} needs all keys, but the first one given has position start={start}; give start=0"
-        )

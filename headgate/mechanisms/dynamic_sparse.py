@@ -13,20 +13,11 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from headgate import ops
 from headgate.config import require_at_least
-from headgate.mechanisms.contract import (
-    Heads,
-    Mechanism,
-    MechanismOptions,
-    head_weights,
-    open_gate,
-    opened,
-    register,
-    window_pairs,
-)
+from headgate.mechanisms.contract import Heads, Mechanism, MechanismOptions, Past, register
+from headgate.mechanisms.gates import HeadGate, attention_of, fix_gate, head_weights
 from headgate.ops import reference
 
 
@@ -56,46 +47,31 @@ class DynamicSparse(Mechanism):
 
     def __init__(self, heads: Heads, options: DynamicSparseOptions) -> None:
         super().__init__(heads, options)
-        self.gate = nn.Linear(heads.d_model, heads.n_heads) if options.gate == "learned" else None
+        self.gate = HeadGate(heads.d_model, heads.n_heads) if options.gate == "learned" else None
 
-    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0) -> Tensor:
-        o = self.options
-        gate = None if self.gate is None else self.followed(opened(self.gate(x)), down=True)
-        if gate is not None and self.is_skipping(q):
-            attended, _ = ops.active_attention(
-                q, k, v, gate[:, 0] > 0, window=o.window, dense_prefix=o.dense_prefix, start=start
-            )
-        elif o.window is None:
-            attended = ops.causal_attention(q, k, v, start=start)
-        else:
-            attended = ops.window_attention(q, k, v, o.window, dense_prefix=o.dense_prefix, start=start)
-        return attended if gate is None else head_weights(gate) * attended
+    def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:
+        span = past.span(self.options.window, dense_prefix=self.options.dense_prefix)
+        if self.gate is None:
+            return attention_of(q, k, v, span, None)
+        gate = self.followed(self.gate(x), down=True)
+        active = gate[:, 0] > 0 if self.is_skipping(q) else None
+        return head_weights(gate) * attention_of(q, k, v, span, active)
+
+    def dense(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:
+        span = past.span(self.options.window, dense_prefix=self.options.dense_prefix)
+        attended, _ = reference.span_attention(q, k, v, span)
+        return attended if self.gate is None else head_weights(self.gate(x)) * attended
 
     @property
     def skips(self) -> bool:
         return self.gate is not None
 
-    def reference(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0) -> Tensor:
-        o = self.options
-        attended, _ = reference.span_attention(
-            q, k, v, window=o.window, dense_prefix=o.dense_prefix, start=start
-        )
-        return attended if self.gate is None else head_weights(self.gate(x).sigmoid()) * attended
-
-    def open(self) -> float:
-        if self.gate is not None:
-            open_gate(self.gate)
-        o = self.options
-        return math.inf if o.window is None else max(o.dense_prefix, o.window + 1)
-
     def first_key(self, position: int) -> int:
         o = self.options
         return 0 if o.window is None or position < o.dense_prefix else max(0, position - o.window)
 
-    def pairs(self, length: int) -> int:
+    def start_as_full(self) -> float:
+        if self.gate is not None:
+            fix_gate(self.gate)
         o = self.options
-        if o.window is None:
-            return length * (length + 1) // 2
-        dense = min(length, o.dense_prefix)
-        windowed = window_pairs(length, o.window) - window_pairs(dense, o.window)
-        return dense * (dense + 1) // 2 + windowed
+        return math.inf if o.window is None else max(o.dense_prefix, o.window + 1)

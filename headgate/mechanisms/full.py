@@ -8,23 +8,13 @@ import math
 from torch import Tensor
 
 from headgate import ops
-from headgate.mechanisms.contract import Mechanism, register
-from headgate.ops import reference
+from headgate.mechanisms.contract import Mechanism, Past, register
 
 
 @register("full")
 class Full(Mechanism):
-    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0) -> Tensor:
-        return ops.causal_attention(q, k, v, start=start)
+    def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:
+        return ops.attention(q, k, v, past.span())
 
-    def reference(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0) -> Tensor:
-        return reference.span_attention(q, k, v, start=start)[0]
-
-    def open(self) -> float:
+    def start_as_full(self) -> float:
         return math.inf
-
-    def first_key(self, position: int) -> int:
-        return 0
-
-    def pairs(self, length: int) -> int:
-        return length * (length + 1) // 2

@@ -13,21 +13,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from headgate import ops
 from headgate.config import require_at_least
-from headgate.mechanisms.contract import (
-    OPEN,
-    Heads,
-    Mechanism,
-    MechanismOptions,
-    head_weights,
-    open_gate,
-    opened,
-    register,
-    window_pairs,
-)
+from headgate.mechanisms.contract import Heads, Mechanism, MechanismOptions, Past, register
+from headgate.mechanisms.gates import OPEN, HeadGate, fix_gate, head_weights
 from headgate.ops import reference
 from headgate.ops.merge import merged
 
@@ -55,55 +46,48 @@ class HeadGated(Mechanism):
 
     def __init__(self, heads: Heads, options: HeadGatedOptions) -> None:
         super().__init__(heads, options)
-        self.gate = nn.Linear(heads.d_model, heads.n_heads) if options.gate == "learned" else None
+        self.gate = HeadGate(heads.d_model, heads.n_heads) if options.gate == "learned" else None
 
-    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0) -> Tensor:
+    def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:
         o = self.options
-        if o.gate == "global":
-            return ops.causal_attention(q, k, v, start=start)
-        if o.gate == "local":
-            return ops.window_attention(q, k, v, o.window, start=start)
-        openness: Tensor | float = 0.5
+        if o.gate in ("local", "global"):
+            return ops.attention(q, k, v, past.span(o.window if o.gate == "local" else None))
+        far_weight: Tensor | float = 0.5
         active = None
         if self.gate is not None:
             # Only upwards: the keys of the window belong to the global branch too, so a closed local branch
             # would save nothing.
-            gate = self.followed(opened(self.gate(x)), up=True)
-            openness = 1 - head_weights(gate)
+            gate = self.followed(self.gate(x), up=True)
+            far_weight = 1 - head_weights(gate)
             active = gate[:, 0] < 1 if self.is_skipping(q) else None
-        local, local_lse = ops.span_attention(q, k, v, window=o.window, start=start)
+        local, local_lse = ops.span_attention(q, k, v, past.span(o.window))
         beyond = k.shape[2] - o.window - 1
         if active is None or beyond < 1:
-            far, far_lse = ops.far_attention(q, k, v, o.window, start=start)
+            far, far_lse = ops.far_attention(q, k, v, o.window, start=past.start)
         else:
-            far, far_lse = ops.active_attention(q, k[:, :, :beyond], v[:, :, :beyond], active, start=start)
+            far, far_lse = ops.active_attention(q, k[:, :, :beyond], v[:, :, :beyond], active, past.span())
         near = q.shape[2] - far.shape[2]  # queries whose every key lies in the window
-        if isinstance(openness, Tensor):
-            openness = openness[:, :, near:]
-        mixed = merged(local[:, :, near:], local_lse[:, :, near:], far, far_lse, openness)
+        if isinstance(far_weight, Tensor):
+            far_weight = far_weight[:, :, near:]
+        mixed = merged(local[:, :, near:], local_lse[:, :, near:], far, far_lse, far_weight)
         return torch.cat([local[:, :, :near], mixed], 2)
+
+    def dense(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:
+        local, _ = reference.span_attention(q, k, v, past.span(self.options.window))
+        everything, _ = reference.span_attention(q, k, v, past.span())
+        fixed = {"half": 0.5, "local": 1.0, "global": 0.0}
+        g = fixed[self.options.gate] if self.gate is None else head_weights(self.gate(x))
+        return g * local + (1 - g) * everything
 
     @property
     def skips(self) -> bool:
         return self.gate is not None
 
-    def reference(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0) -> Tensor:
-        local, _ = reference.span_attention(q, k, v, window=self.options.window, start=start)
-        everything, _ = reference.span_attention(q, k, v, start=start)
-        fixed = {"half": 0.5, "local": 1.0, "global": 0.0}
-        g = fixed[self.options.gate] if self.gate is None else head_weights(self.gate(x).sigmoid())
-        return g * local + (1 - g) * everything
-
-    def open(self) -> float:
-        """Towards the global branch, which is full attention: the gate starts at 0."""
-        if self.gate is not None:
-            open_gate(self.gate, -OPEN)
-        return self.options.window + 1 if self.options.gate in ("half", "local") else math.inf
-
     def first_key(self, position: int) -> int:
         return max(0, position - self.options.window) if self.options.gate == "local" else 0
 
-    def pairs(self, length: int) -> int:
-        if self.options.gate == "local":
-            return window_pairs(length, self.options.window)
-        return length * (length + 1) // 2
+    def start_as_full(self) -> float:
+        """Towards the global branch, which is full attention: the gate starts at 0."""
+        if self.gate is not None:
+            fix_gate(self.gate, -OPEN)
+        return self.options.window + 1 if self.options.gate in ("half", "local") else math.inf

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from headgate import ops
 from headgate.config import require_at_least
-from headgate.mechanisms.contract import Mechanism, MechanismOptions, register, window_pairs
-from headgate.ops import reference
+from headgate.mechanisms.contract import Mechanism, MechanismOptions, Past, register
 
 
 @dataclass(frozen=True)
@@ -31,28 +30,16 @@ class Local(Mechanism):
     Options = LocalOptions
     options: LocalOptions
 
-    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0) -> Tensor:
+    def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:
         o = self.options
-        return ops.window_attention(q, k, v, o.window, global_tokens=o.global_tokens, start=start)
-
-    def reference(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0) -> Tensor:
-        o = self.options
-        return reference.span_attention(q, k, v, window=o.window, global_tokens=o.global_tokens, start=start)[
-            0
-        ]
-
-    def open(self) -> float:
-        return self.options.window + 1 + self.options.global_tokens
+        return ops.attention(q, k, v, past.span(o.window, pinned=o.global_tokens))
 
     def first_key(self, position: int) -> int:
         return max(0, position - self.options.window)
 
     @property
-    def first_keys(self) -> int:
+    def pinned_keys(self) -> int:
         return self.options.global_tokens
 
-    def pairs(self, length: int) -> int:
-        o = self.options
-        beyond = max(0, length - o.window - 1)  # queries with keys before their window
-        reached = window_pairs(beyond, o.global_tokens - 1) if o.global_tokens else 0
-        return window_pairs(length, o.window) + reached
+    def start_as_full(self) -> float:
+        return self.options.window + 1 + self.options.global_tokens

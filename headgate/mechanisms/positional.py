@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from headgate import ops
-from headgate.mechanisms.contract import Heads, Mechanism, MechanismOptions, register
+from headgate.mechanisms.contract import Heads, Mechanism, MechanismOptions, Past, register
 from headgate.ops import reference
 
 COMPONENTS = 4
@@ -46,24 +46,18 @@ class Positional(Mechanism):
         density = torch.exp(-z.square() / 2) / (self.log_std.exp() * math.sqrt(2 * math.pi))
         return ((density * self.weight.softmax(-1)).sum(-1) + 1e-6).log().T
 
-    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0) -> Tensor:
-        return ops.distance_biased_attention(q, k, v, self.log_prior(k.shape[2]), start=start)
+    def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:
+        return ops.distance_biased_attention(q, k, v, self.log_prior(k.shape[2]))
 
-    def reference(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0) -> Tensor:
-        i, j = reference.positions(q, k, start)
+    def dense(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:
+        i, j = reference.positions(q, k)
         u = torch.log2(1 + (i - j).clamp(min=0).to(q.dtype))[..., None, None]  # (Tq,Tk,1,1)
         gaussians = torch.distributions.Normal(self.mean, self.log_std.exp()).log_prob(u).exp()
         prior = (gaussians * self.weight.softmax(-1)).sum(-1).movedim(-1, 0)  # (H,Tq,Tk)
         return reference.attend(reference.logits(q, k) + (prior + 1e-6).log(), j <= i, q, v)[0]
 
     @torch.no_grad()
-    def open(self) -> float:
+    def start_as_full(self) -> float:
         """A prior so wide that it is the same at all distances, which the softmax does not see."""
         self.log_std.fill_(math.log(WIDE))
         return math.inf
-
-    def first_key(self, position: int) -> int:
-        return 0
-
-    def pairs(self, length: int) -> int:
-        return length * (length + 1) // 2

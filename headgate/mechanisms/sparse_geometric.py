@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from headgate import ops
 from headgate.config import require_at_least
-from headgate.mechanisms.contract import OPEN, Heads, Mechanism, MechanismOptions, register, require_all_keys
+from headgate.mechanisms.contract import Heads, Mechanism, MechanismOptions, Past, register
+from headgate.mechanisms.gates import OPEN
 from headgate.ops import reference
 from headgate.ops.tiles import query_tiles
 
@@ -75,13 +76,15 @@ class SparseGeometric(Mechanism):
         else:
             parameter.normal_(0.0, 1 / math.sqrt(parameter.shape[-1]), generator=generator)
 
-    def key_state(self, k: Tensor) -> Tensor | None:
-        """The key half of the gate (B,H,Tk,M): what decoding would otherwise recompute for every past key."""
+    def prepare(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> tuple[Tensor, ...]:
+        """Beside the keys, the key half of the gate (B,H,Tq,M): what decoding would otherwise compute again
+        for every past key."""
+        q, k, v = super().prepare(x, q, k, v, past)
         if self.options.sparsity != "learned":
-            return None
+            return q, k, v
         w1_k = self.w1_k.unflatten(0, (self.heads.n_kv_heads, -1))
         half = torch.einsum("bgtd,grmd->bgrtm", F.layer_norm(k, k.shape[-1:]), w1_k)
-        return half.flatten(1, 2)
+        return q, k, v, half.flatten(1, 2)
 
     def _query_half(self, q: Tensor) -> Tensor:
         half = torch.einsum("bhtd,hmd->bhtm", F.layer_norm(q, q.shape[-1:]), self.w1_q)
@@ -92,21 +95,18 @@ class SparseGeometric(Mechanism):
             return q
         return q * F.softplus(self.gamma)[:, None, None].to(q.dtype)  # autocast leaves gamma in fp32
 
-    def forward(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0, state: Tensor | None = None
-    ) -> Tensor:
+    def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past, *states: Tensor) -> Tensor:
         o = self.options
         if o.sparsity == "none":
-            return ops.causal_attention(self._scaled(q), k, v, start=start)
+            return ops.attention(self._scaled(q), k, v, past.span())
         if o.sparsity == "fixed":
-            require_all_keys("sparse-geometric with a fixed pattern", start)
+            past.require_all_keys("sparse-geometric with a fixed pattern")
             return ops.strided_attention(self._scaled(q), k, v, window=o.window, stride=o.stride)
-        query_half, key_half = self._query_half(q), self.key_state(k) if state is None else state
-        assert key_half is not None
+        query_half, (key_half,) = self._query_half(q), states
         if self.observed:
             self.observe("gate", self._mean_gate(query_half, key_half))
         return ops.pair_gated_attention(
-            self._scaled(q), k, v, query_half, key_half, self.w2, self.b2, form=o.gate, start=start
+            self._scaled(q), k, v, query_half, key_half, self.w2, self.b2, form=o.gate
         )
 
     def _mean_gate(self, query_half: Tensor, key_half: Tensor) -> Tensor:
@@ -123,24 +123,22 @@ class SparseGeometric(Mechanism):
         seen = torch.arange(offset + 1, key_half.shape[2] + 1, device=key_half.device)
         return (torch.cat(rows, 2) / seen).transpose(1, 2)
 
-    def reference(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0, state: Tensor | None = None
-    ) -> Tensor:
+    def dense(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past, *states: Tensor) -> Tensor:
         o = self.options
         scaled = q * F.softplus(self.gamma)[:, None, None] if o.geometric == "learned" else q
         if o.sparsity == "none":
-            return reference.span_attention(scaled, k, v, start=start)[0]
+            return reference.span_attention(scaled, k, v, past.span())[0]
         if o.sparsity == "fixed":
             return reference.strided_attention(scaled, k, v, window=o.window, stride=o.stride)
         q_norm, k_norm = F.layer_norm(q, q.shape[-1:]), F.layer_norm(reference.per_head(q, k), k.shape[-1:])
         query_half = q_norm @ self.w1_q.mT + self.b1[:, None]
         key_half = k_norm @ self.w1_k.mT
         return reference.pair_gated_attention(
-            scaled, k, v, query_half, key_half, self.w2, self.b2, form=o.gate, start=start
+            scaled, k, v, query_half, key_half, self.w2, self.b2, form=o.gate
         )
 
     @torch.no_grad()
-    def open(self) -> float:
+    def start_as_full(self) -> float:
         """The same gate for every pair. Added in log space it does not matter to the softmax; as a factor it
         is undone by the geometric one, softplus(gamma) = 1 / gate, or starts near 1 where there is none."""
         o = self.options
@@ -158,11 +156,8 @@ class SparseGeometric(Mechanism):
         """A GELU in its tanh form is eight operations a hidden unit, and its weighted sum two."""
         return 10 * self.options.hidden if self.options.sparsity == "learned" else 0
 
-    def first_key(self, position: int) -> int:
-        return 0
-
     def pairs(self, length: int) -> int:
         o = self.options
         if o.sparsity != "fixed":
-            return length * (length + 1) // 2
+            return super().pairs(length)
         return sum(min(i, o.window) + 1 + -(-max(0, i - o.window) // o.stride) for i in range(length))

@@ -27,7 +27,9 @@ class LayerCache:
         """Position of the first key held."""
         self._gap = 0  # keys dropped after the first ones, where a mechanism wants those kept
         self._begin = self._end = 0
-        self._buffers: list[Tensor] = []  # keys, values, and the mechanism's key state if it has one
+        self._buffers: list[Tensor] = []  # keys, values, and the mechanism's states per key
+        self.carried: dict[str, Tensor] = {}
+        """Tensors (B,...) of fixed size that a mechanism hands from call to call."""
 
     def __len__(self) -> int:
         return self._end - self._begin
@@ -39,12 +41,13 @@ class LayerCache:
 
     @property
     def bytes(self) -> int:
-        return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers)
+        return sum(map(_bytes, [*self._buffers, *self.carried.values()]))
 
     @property
     def held_bytes(self) -> int:
-        """Of the keys held, without the room for more."""
-        return sum(buffer[:, :, : len(self)].numel() * buffer.element_size() for buffer in self._buffers)
+        """Of what is held, without the room for more."""
+        held = [buffer[:, :, : len(self)] for buffer in self._buffers]
+        return sum(map(_bytes, [*held, *self.carried.values()]))
 
     def append(self, *new: Tensor) -> list[Tensor]:
         """Add tensors (B,heads,T,...) of the newest tokens; returns views of all that is held."""
@@ -86,9 +89,16 @@ class LayerCache:
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows of the batch, in this order; a row may stand there more than once."""
-        self._buffers = [
-            buffer.index_select(0, torch.tensor(rows, device=buffer.device)) for buffer in self._buffers
-        ]
+
+        def selected(t: Tensor) -> Tensor:
+            return t.index_select(0, torch.tensor(rows, device=t.device))
+
+        self._buffers = list(map(selected, self._buffers))
+        self.carried = {name: selected(t) for name, t in self.carried.items()}
+
+
+def _bytes(t: Tensor) -> int:
+    return t.numel() * t.element_size()
 
 
 class Group:

@@ -259,7 +259,7 @@ def _open_mechanisms(decoder: Decoder, source: Source, seed: int) -> tuple[dict[
     initialise(decoder, seed)  # all but the fresh ones are on the meta device, and left alone
     tensors: dict[str, Tensor] = {}
     for prefix, (mechanism, before_name, after_name) in fresh.items():
-        reach = mechanism.open()
+        reach = mechanism.start_as_full()
         told.append(
             _start(after_name, reach) if before_name == "full" else _replaced(before_name, after_name)
         )

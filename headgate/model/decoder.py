@@ -5,8 +5,9 @@ Shapes: tokens (B,T), x (B,T,C), q (B,H,T,D), k and v (B,G,T,D), logits (B,T,V).
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -22,6 +23,7 @@ from headgate.errors import HeadgateError, suggestion
 from headgate.mechanisms.contract import (
     MECHANISMS,
     Heads,
+    Past,
     check_shared_options,
     initialise,
     initialise_parameter,
@@ -30,6 +32,7 @@ from headgate.mechanisms.contract import (
 from headgate.model.cache import Cache, LayerCache
 from headgate.model.generate import Completion, Prompts, Sampling, Stop, Stream, generate
 from headgate.ops.norm import rms_norm
+from headgate.ops.rotary import rotation
 from headgate.recipes import get_recipe
 
 LOSS_CHUNK_ELEMENTS = 1 << 25
@@ -38,23 +41,6 @@ FEW_TOKENS = 128
 """Below this many tokens a layer's q, k and v are three products; from there on they are one."""
 Held = Sequence[tuple[slice | Tensor, LayerCache]]
 """What a layer has in the cache: for each group of rows, which rows of the batch they are, and their keys."""
-
-
-def rotation(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """RoPE's cosines and sines, in fp32 whatever the model's dtype: (T,D/2), or (B,1,T,D/2) for positions
-    (B,T)."""
-    exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
-    angle = positions[..., None].float() * (1.0 / theta**exponent)  # as Qwen does, to the last digit
-    if positions.ndim == 2:
-        angle = angle[:, None]
-    return angle.cos(), angle.sin()
-
-
-def rotate(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn (B,heads,T,D) by its positions; dimension d is paired with d + D/2, as Qwen does."""
-    a, b = t.chunk(2, dim=-1)
-    cos, sin = cos.to(t.dtype), sin.to(t.dtype)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -77,27 +63,23 @@ class Attention(nn.Module):
         options = make_options(spec.name, spec.options, config.shared_options)
         self.mechanism = MECHANISMS.get(spec.name)(Heads(c, h, g, d), options)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Held | None) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, first_values: Tensor | None, cache: Held | None
+    ) -> tuple[Tensor, Tensor]:
+        """What attention adds to the stream, and the values as projected."""
         q, k, v = map(self._heads, self._project(x))
-        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
-        if cache is None:
-            out = self.mechanism(x, q, k, v)
-        elif len(cache) == 1:
-            out = self._continued(x, q, k, v, cache[0][1])
+        q, k = self.q_norm(q), self.k_norm(k)
+        if cache is None or len(cache) == 1:
+            held = None if cache is None else cache[0][1]
+            past = Past(rotation=(cos, sin), first_values=first_values, cache=held)
+            out = self.mechanism(x, q, k, v, past)
         else:
             out = torch.empty_like(q)
             for rows, held in cache:
-                out[rows] = self._continued(x[rows], q[rows], k[rows], v[rows], held)
-        return cast(Tensor, self.o_proj(out.transpose(1, 2).flatten(2)))
-
-    def _continued(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache) -> Tensor:
-        """The attended values of tokens that follow those in the cache, which then holds them too."""
-        state = self.mechanism.key_state(k)
-        k, v, *states = cache.append(k, v, *(() if state is None else (state,)))
-        held = {"state": states[0]} if states else {}
-        out = self.mechanism(x, q, k, v, start=cache.start, **held)
-        cache.drop_before(self.mechanism.first_key(cache.end), keep=self.mechanism.first_keys)
-        return cast(Tensor, out)
+                first = None if first_values is None else first_values[rows]
+                past = Past(rotation=(cos[rows], sin[rows]), first_values=first, cache=held)
+                out[rows] = self.mechanism(x[rows], q[rows], k[rows], v[rows], past)
+        return cast(Tensor, self.o_proj(out.transpose(1, 2).flatten(2))), v
 
     def _project(self, x: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values: in one product, which is faster than in three, unless the tokens are so
@@ -132,9 +114,21 @@ class Layer(nn.Module):
         self.mlp_norm = RMSNorm(config.d_model, eps=config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Held | None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin, cache)
-        return cast(Tensor, x + self.mlp(self.mlp_norm(x)))
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        first_values: Tensor | None = None,
+        cache: Held | None = None,
+        *,
+        with_values: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The stream after this layer; with its attention's values beside it, if later layers want them."""
+        attended, values = self.attention(self.attention_norm(x), cos, sin, first_values, cache)
+        x = x + attended
+        x = x + self.mlp(self.mlp_norm(x))
+        return (x, values) if with_values else x
 
 
 class Decoder(nn.Module):
@@ -149,6 +143,8 @@ class Decoder(nn.Module):
         """Compute each layer again in the backward pass instead of keeping what it needs."""
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.layers = nn.ModuleList(Layer(config, config.layer_mechanism(n)) for n in range(config.n_layers))
+        used = {MECHANISMS.get(config.layer_mechanism(n).name) for n in range(config.n_layers)}
+        self._share_first_values = any(mechanism.uses_first_values for mechanism in used)
         self.norm = RMSNorm(config.d_model, eps=config.norm_eps)
         if not config.tied_embeddings:
             self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
@@ -221,13 +217,16 @@ class Decoder(nn.Module):
             positions = cache.positions(tokens.shape[1], tokens.device)
             groups = cache.parts(tokens.device)
         cos, sin = rotation(positions, self.config.head_dim, self.config.rope_theta)
-        x = self.embedding(tokens)
+        x, first_values = self.embedding(tokens), None
         for n, layer in enumerate(self.layers):
+            held = None if groups is None else [(rows, group.layers[n]) for rows, group in groups]
+            run: Callable[..., Any] = layer
             if self.recompute and torch.is_grad_enabled():
-                x = checkpoint(layer, x, cos, sin, None, use_reentrant=False)
+                run = partial(checkpoint, layer, use_reentrant=False)
+            if n == 0 and self._share_first_values:
+                x, first_values = run(x, cos, sin, None, held, with_values=True)
             else:
-                held = None if groups is None else [(rows, group.layers[n]) for rows, group in groups]
-                x = layer(x, cos, sin, held)
+                x = run(x, cos, sin, first_values, held)
         if cache is not None:
             cache.advance(tokens.shape[1])
         return cast(Tensor, self.norm(x))

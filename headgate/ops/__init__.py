@@ -5,14 +5,23 @@ from headgate.ops.blocks import block_selected_attention, selection_recall
 from headgate.ops.combiner import combiner_attention
 from headgate.ops.dispatch import explain, paths_taken
 from headgate.ops.distance import distance_biased_attention
-from headgate.ops.pair_gate import pair_gated_attention
-from headgate.ops.span import causal_attention, far_attention, span_attention, window_attention
+from headgate.ops.pair_gate.op import pair_gated_attention
+from headgate.ops.span.op import (
+    attention,
+    causal_attention,
+    far_attention,
+    span_attention,
+    window_attention,
+)
+from headgate.ops.span.options import Span
 from headgate.ops.strided import strided_attention
 from headgate.ops.top_k import top_k_attention
 
 __all__ = [
+    "Span",
     "active_attention",
     "among_active",
+    "attention",
     "block_selected_attention",
     "causal_attention",
     "combiner_attention",

@@ -6,7 +6,6 @@ others get an output of 0 and a log-sum-exp of -inf, as attention over no keys w
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +13,9 @@ from torch import Tensor
 from headgate.errors import HeadgateError
 from headgate.ops import reference
 from headgate.ops.dispatch import Op, check
-from headgate.ops.native import span as span_native
-from headgate.ops.span import span_attention
+from headgate.ops.span import native
+from headgate.ops.span.op import check_ring, span_attention
+from headgate.ops.span.options import Span
 
 ACTIVE = Op("active_attention")
 
@@ -25,17 +25,16 @@ def active_attention(
     k: Tensor,
     v: Tensor,
     active: Tensor,
+    span: Span = Span(),  # noqa: B008 - a tuple
     *,
-    window: int | None = None,
-    dense_prefix: int = 0,
-    ring: int = 0,
     ring_log_weight: Tensor | None = None,
-    start: int = 0,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """`span_attention` of the active heads: the output (B,H,1,D) and the log-sum-exp (B,H,1). It has no
     gradient."""
-    check(q, k, v, window=window, dense_prefix=dense_prefix, start=start)
+    check(q, k, v)
+    span.check()
+    check_ring(q, span, ring_log_weight)
     if q.shape[2] != 1 or active.shape != q.shape[:2] or active.dtype != torch.bool:
         raise HeadgateError(
             f"q has shape {tuple(q.shape)} and active is {active.dtype} {tuple(active.shape)}; "
@@ -43,18 +42,7 @@ def active_attention(
         )
     if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
         raise HeadgateError("active_attention has no gradient; run it under torch.no_grad()")
-    result: tuple[Tensor, Tensor] = ACTIVE(
-        backend,
-        q,
-        k,
-        v,
-        active,
-        window=window,
-        dense_prefix=dense_prefix,
-        ring=ring,
-        ring_log_weight=ring_log_weight,
-        start=start,
-    )
+    result: tuple[Tensor, Tensor] = ACTIVE(backend, q, k, v, active, span, ring_log_weight)
     return result
 
 
@@ -95,41 +83,32 @@ def among_active(
     return heads.spread(attend(heads.queries(q), heads.keys(k), heads.keys(v)), q.shape, 0.0)
 
 
-@ACTIVE.path("native", refuse=lambda q, *args, **options: span_native.refuse(q))
+@ACTIVE.path("native", refuse=lambda q, *others: native.refuse(q))
 def _native(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    active: Tensor,
-    *,
-    window: int | None,
-    dense_prefix: int,
-    ring: int,
-    ring_log_weight: Tensor | None,
-    start: int,
+    q: Tensor, k: Tensor, v: Tensor, active: Tensor, span: Span, ring_log_weight: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3])
-    span_native.forward(
-        q, k, v, ring_log_weight, window, dense_prefix, 0, ring, start, out, lse, active.contiguous()
-    )
+    native.forward(q, k, v, ring_log_weight, span.numbers(), out, lse, active.contiguous())
     return out, lse
 
 
 @ACTIVE.path("torch")
 def _torch(
-    q: Tensor, k: Tensor, v: Tensor, active: Tensor, *, ring_log_weight: Tensor | None, **options: Any
+    q: Tensor, k: Tensor, v: Tensor, active: Tensor, span: Span, ring_log_weight: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     heads = KeyHeads(active, k.shape[1])
     if len(heads) == 0:
         return torch.zeros_like(q), q.new_full(q.shape[:3], -math.inf)
     weight = None if ring_log_weight is None else heads.queries(ring_log_weight)
     out, lse = span_attention(
-        heads.queries(q), heads.keys(k), heads.keys(v), ring_log_weight=weight, backend="torch", **options
+        heads.queries(q), heads.keys(k), heads.keys(v), span, ring_log_weight=weight, backend="torch"
     )
     return heads.spread(out, q.shape, 0.0), heads.spread(lse, q.shape[:3], -math.inf)
 
 
 @ACTIVE.path("reference")
-def _reference(q: Tensor, k: Tensor, v: Tensor, active: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    out, lse = reference.span_attention(q, k, v, **options)
+def _reference(
+    q: Tensor, k: Tensor, v: Tensor, active: Tensor, span: Span, ring_log_weight: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    out, lse = reference.span_attention(q, k, v, span, ring_log_weight=ring_log_weight)
     return out.masked_fill(~active[..., None, None], 0.0), lse.masked_fill(~active[..., None], -math.inf)

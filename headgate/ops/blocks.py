@@ -20,8 +20,8 @@ from headgate.errors import HeadgateError
 from headgate.ops import flex, reference
 from headgate.ops.dispatch import Op, check
 from headgate.ops.registration import refuse_gradient, register, register_gradient
-from headgate.ops.span import causal_gradients, span_attention
-from headgate.ops.span_torch import accumulator
+from headgate.ops.span.op import branch_path, causal_gradients, span_attention
+from headgate.ops.span.tiled import accumulator
 from headgate.ops.tiles import query_tiles
 from headgate.ops.top_k import highest
 
@@ -108,7 +108,8 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, *, block: int, scale: float) -> Tenso
 
 @BLOCKS.path("torch")
 def _torch(q: Tensor, k: Tensor, v: Tensor, *, block: int, scale: float) -> Tensor:
-    out: Tensor = _attend(q, k, v, choose_blocks(q, k, block=block, scale=scale), block)[0]
+    chosen = choose_blocks(q, k, block=block, scale=scale)
+    out: Tensor = _attend(q, k, v, chosen, block, branch_path(q))[0]
     return out
 
 
@@ -149,7 +150,7 @@ class OwnBlocks:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ChoiceTiles:
     """Choices sorted by key block and cut into tiles of TILE_QUERIES choices that share one."""
 
     queries: Tensor
@@ -159,12 +160,12 @@ class Plan:
     blocks: Tensor
     """(tiles,): which row of the blocks (B*G*blocks,block,D) a tile attends to."""
 
-    def chunks(self) -> list["Plan"]:
+    def chunks(self) -> list["ChoiceTiles"]:
         pieces = (t.split(TILES_AT_ONCE) for t in (self.queries, self.empty, self.blocks))
-        return [Plan(*piece) for piece in zip(*pieces, strict=True)]
+        return [ChoiceTiles(*piece) for piece in zip(*pieces, strict=True)]
 
 
-def plan_tiles(chosen: Tensor, kv_heads: int, blocks: int) -> Plan:
+def plan_tiles(chosen: Tensor, kv_heads: int, blocks: int) -> ChoiceTiles:
     b, h, t, _ = chosen.shape
     batch = torch.arange(b, device=chosen.device)[:, None, None, None]
     group = (torch.arange(h, device=chosen.device) // (h // kv_heads))[:, None, None]
@@ -183,7 +184,7 @@ def plan_tiles(chosen: Tensor, kv_heads: int, blocks: int) -> Plan:
     empty = torch.ones(total * TILE_QUERIES, dtype=torch.bool, device=chosen.device)
     empty[place] = False
     shape = (total, TILE_QUERIES)
-    return Plan(
+    return ChoiceTiles(
         queries.view(shape),
         empty.view(shape),
         torch.arange(len(counts), device=chosen.device).repeat_interleave(tiles),
@@ -207,17 +208,19 @@ def _results(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty((b, t, h, d)).transpose(1, 2), lse
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, block: int, out: Tensor, lse: Tensor) -> None:
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, block: int, path: str, out: Tensor, lse: Tensor
+) -> None:
     if q.dtype != lse.dtype:  # half precision is summed in fp32
         wide = torch.empty_like(out, dtype=lse.dtype)
         q, k, v = (t.to(lse.dtype) for t in (q, k, v))
-        _forward(q, k, v, chosen, block, wide, lse)
+        _forward(q, k, v, chosen, block, branch_path(q), wide, lse)
         out.copy_(wide)
         return
     scaled = _rows(q) / math.sqrt(q.shape[3])
     k_rows, v_rows = _block_rows(k, block), _block_rows(v, block)
     own = OwnBlocks.of(q, k, block)
-    own_out, own_lse = span_attention(own.queries(q), own.keys(k), own.keys(v))
+    own_out, own_lse = span_attention(own.queries(q), own.keys(k), own.keys(v), backend=path)
     own_lse = _rows(own.unbatched(own_lse, q.shape[0], own.front))
     plan = plan_tiles(chosen, k.shape[1], k.shape[2] // block)
 
@@ -258,6 +261,7 @@ def _backward(
     out: Tensor,
     lse: Tensor,
     block: int,
+    path: str,
     d_q: Tensor,
     d_k: Tensor,
     d_v: Tensor,
@@ -267,14 +271,14 @@ def _backward(
     if q.dtype != lse.dtype:
         wide = [torch.empty_like(t, dtype=lse.dtype) for t in (d_q, d_k, d_v)]
         d_out, q, k, v, out = (t.to(lse.dtype) for t in (d_out, q, k, v, out))
-        _backward(d_out, q, k, v, chosen, out, lse, block, *wide)
+        _backward(d_out, q, k, v, chosen, out, lse, block, branch_path(q), *wide)
         for to, gradient in zip((d_q, d_k, d_v), wide, strict=True):
             to.copy_(gradient)
         return
     own = OwnBlocks.of(q, k, block)
     queries, keys = map(own.queries, (q, out, lse, d_out)), map(own.keys, (k, v))
     (q_own, out_own, lse_own, d_own), (k_own, v_own) = queries, keys
-    own_gradients = causal_gradients(d_own, q_own, k_own, v_own, out_own, lse_own)
+    own_gradients = causal_gradients(d_own, q_own, k_own, v_own, out_own, lse_own, path=path)
     d_q.copy_(own.unbatched(own_gradients[0], q.shape[0], own.front))
     for total, part in ((d_k, own_gradients[1]), (d_v, own_gradients[2])):
         total[:, :, : own.first] = 0.0
@@ -299,24 +303,24 @@ def _backward(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, chosen, ctx.block = inputs
+    q, k, v, chosen, ctx.block, ctx.path = inputs
     ctx.save_for_backward(q, k, v, chosen, *output)
     ctx.mark_non_differentiable(output[1])
 
 
 def _gradients(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    return *_attend_backward(d_out, *ctx.saved_tensors, ctx.block), None, None
+    return *_attend_backward(d_out, *ctx.saved_tensors, ctx.block, ctx.path), None, None, None
 
 
 _attend = register(
     "block_selected",
-    "(Tensor q, Tensor k, Tensor v, Tensor chosen, int block) -> (Tensor, Tensor)",
+    "(Tensor q, Tensor k, Tensor v, Tensor chosen, int block, str path) -> (Tensor, Tensor)",
     _results,
     _forward,
 )
 _attend_backward = register(
     "block_selected_backward",
-    "(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor chosen, Tensor out, Tensor lse, int block)"
+    "(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor chosen, Tensor out, Tensor lse, int block, str path)"
     " -> (Tensor, Tensor, Tensor)",
     _gradient_results,
     _backward,

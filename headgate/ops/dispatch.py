@@ -116,6 +116,11 @@ def paths_taken() -> dict[str, int]:
     return dict(_taken)
 
 
+def forced_backend() -> str:
+    """The path that `forced` asks every op to take; "auto" outside of it."""
+    return _forced["backend"]
+
+
 @contextmanager
 def forced(backend: str) -> Iterator[None]:
     """Every op inside takes this path or raises, in all threads; for tests and measurements."""
@@ -126,9 +131,8 @@ def forced(backend: str) -> Iterator[None]:
         _forced["backend"] = before
 
 
-def check(q: Tensor, k: Tensor, v: Tensor, *, start: int = 0, **at_least: int | None) -> None:
-    """Raise one clear sentence if q, k, v do not fit together; `at_least` are options that may not be
-    negative."""
+def check(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise one clear sentence if q, k, v do not fit together."""
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
         shapes = f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
         raise HeadgateError(f"q, k and v have shapes {shapes}; expected q (B,H,Tq,D), k and v (B,G,Tk,D)")
@@ -144,6 +148,3 @@ def check(q: Tensor, k: Tensor, v: Tensor, *, start: int = 0, **at_least: int | 
     if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
         kinds = ", ".join(f"{n} {t.dtype} on {t.device}" for n, t in (("q", q), ("k", k), ("v", v)))
         raise HeadgateError(f"{kinds}: expected one dtype and one device")
-    for name, value in {"start": start, **at_least}.items():
-        if value is not None and value < 0:
-            raise HeadgateError(f"{name}={value} is negative; it must be at least 0")

@@ -12,15 +12,15 @@ DISTANCE = Op("distance_biased_attention")
 
 
 def distance_biased_attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, start: int = 0, backend: str = "auto"
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, backend: str = "auto"
 ) -> Tensor:
     """softmax over j <= i of q.k / sqrt(D) + bias[h, i-j]; bias (H,L) with L at least the number of keys."""
-    check(q, k, v, start=start)
+    check(q, k, v)
     if bias.ndim != 2 or bias.shape[0] != q.shape[1] or bias.shape[1] < k.shape[2]:
         raise HeadgateError(
             f"bias has shape {tuple(bias.shape)}; expected (H,L) = ({q.shape[1]}, at least {k.shape[2]})"
         )
-    result: Tensor = DISTANCE(backend, q, k, v, bias, start=start)
+    result: Tensor = DISTANCE(backend, q, k, v, bias)
     return result
 
 
@@ -34,7 +34,7 @@ def toeplitz(bias: Tensor, first: int, rows: int, columns: int) -> Tensor:
 
 
 @DISTANCE.path("torch")
-def _torch(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, start: int) -> Tensor:
+def _torch(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     offset = k.shape[2] - q.shape[2]
 
     def tile(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from headgate.ops.merge import merged
+from headgate.ops.span.options import Span
 
 BLOCK = 128
 """Queries and keys of a block of the mask: FlexAttention's default, which its tiles divide."""
@@ -48,16 +49,16 @@ def refuse(q: Tensor, *tensors: Any, **options: Any) -> str | None:
 
 
 @dataclass(frozen=True)
-class Span:
+class SeenPairs:
     """The pairs at a distance from `nearest` to `farthest`, and those before `dense_prefix` or of
-    `global_tokens`."""
+    `pinned`."""
 
     queries: int
     keys: int
     nearest: int
     farthest: int
     dense_prefix: int = 0
-    global_tokens: int = 0
+    pinned: int = 0
 
     def pairs(self, device: torch.device) -> Mask:
         """Bounds stand in tensors: as numbers they would compile anew with every length."""
@@ -68,7 +69,7 @@ class Span:
                 self.nearest,
                 self.farthest,
                 self.dense_prefix,
-                self.global_tokens,
+                self.pinned,
             )
         )
 
@@ -89,7 +90,7 @@ class Span:
         low_j, high_j = (t[None, :] for t in _bounds(self.keys, device))
         whole = (high_i - low_i == BLOCK - 1)[:, None] & (high_j - low_j == BLOCK - 1)
         low_i, high_i = (t[:, None] + self.keys - self.queries for t in (low_i, high_i))
-        prefix, first = self.dense_prefix, self.global_tokens
+        prefix, first = self.dense_prefix, self.pinned
         reach = high_i - low_j >= self.nearest
         near = reach & (low_i - high_j <= self.farthest)
         in_prefix = (low_i < prefix) & (high_i.clamp(max=prefix - 1) - low_j >= self.nearest)
@@ -109,21 +110,17 @@ def span_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    span: Span,
     *,
-    window: int | None,
-    dense_prefix: int,
-    global_tokens: int,
-    ring: int,
     ring_log_weight: Tensor | None,
-    start: int,
 ) -> tuple[Tensor, Tensor]:
     queries, keys = q.shape[2], k.shape[2]
-    prefix, first = max(0, dense_prefix - start), max(0, global_tokens - start)
-    farthest = keys if window is None else min(window, keys)
-    near, near_lse = _attend(q, k, v, _mask_of(q, Span(queries, keys, 0, farthest, prefix, first)))
+    prefix, pinned = max(0, span.dense_prefix - span.start), max(0, span.pinned - span.start)
+    farthest = keys if span.window is None else min(span.window, keys)
+    near, near_lse = _attend(q, k, v, _mask_of(q, SeenPairs(queries, keys, 0, farthest, prefix, pinned)))
     if ring_log_weight is None:
         return near, near_lse
-    far, far_lse = _attend(q, k, v, _mask_of(q, Span(queries, keys, farthest + 1, min(ring, keys))))
+    far, far_lse = _attend(q, k, v, _mask_of(q, SeenPairs(queries, keys, farthest + 1, min(span.ring, keys))))
     far_lse = far_lse + ring_log_weight.to(far_lse.dtype)
     return merged(near, near_lse, far, far_lse), torch.logaddexp(near_lse, far_lse)
 
@@ -181,16 +178,16 @@ def _compiled() -> Any:
     return torch.compile(flex_attention, fullgraph=True, recompile_limit=128)  # type: ignore[call-overload]
 
 
-def _mask_of(q: Tensor, span: Span) -> BlockMask:
+def _mask_of(q: Tensor, seen: SeenPairs) -> BlockMask:
     if torch.compiler.is_compiling() or isinstance(q, FakeTensor):
-        return span.mask(q.device)
-    return _kept_mask(span, q.device)
+        return seen.mask(q.device)
+    return _kept_mask(seen, q.device)
 
 
 @lru_cache(maxsize=64)
-def _kept_mask(span: Span, device: torch.device) -> BlockMask:
+def _kept_mask(seen: SeenPairs, device: torch.device) -> BlockMask:
     with torch.inference_mode(False), torch.no_grad():  # training may use what evaluation made first
-        return span.mask(device)
+        return seen.mask(device)
 
 
 def _bounds(length: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 
@@ -20,6 +20,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return (_normed(x, eps)[0] * weight).to(x.dtype)
     result: Tensor = _RMSNorm.apply(x, weight, eps)
     return result
+
+
+def normed_linear(x: Tensor, norm: nn.RMSNorm, linear: nn.Linear) -> Tensor:
+    """linear(norm(x)), with the norm's scale behind the product: there it is a number a token, and no normed
+    copy of x is kept for the backward pass."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    square = torch.linalg.vecdot(wide, wide)[..., None] / x.shape[-1]
+    scale = (square + (norm.eps or 0.0)).rsqrt().to(x.dtype)
+    return F.linear(x, linear.weight * norm.weight) * scale + linear.bias
 
 
 def _normed(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headgate.ops.span.options import Span
+
 
 def positions(q: Tensor, k: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
     """Query positions i (Tq,1) and key positions j (1,Tk)."""
@@ -32,32 +34,32 @@ def attend(scores: Tensor, allowed: Tensor, q: Tensor, v: Tensor) -> tuple[Tenso
     return scores.softmax(-1).to(v.dtype) @ per_head(q, v), scores.logsumexp(-1)
 
 
-def in_span(
-    i: Tensor, j: Tensor, window: int | None, dense_prefix: int = 0, global_tokens: int = 0
-) -> Tensor:
-    near = (i < dense_prefix) | (j < global_tokens)
-    return (j <= i) & (near | (i - j <= window) if window is not None else near | True)
+def in_span(i: Tensor, j: Tensor, span: Span) -> Tensor:
+    """Which pairs a span holds, its ring aside."""
+    if span.window is None:
+        return j <= i
+    return (j <= i) & ((i < span.dense_prefix) | (j < span.pinned) | (i - j <= span.window))
+
+
+def in_ring(i: Tensor, j: Tensor, span: Span) -> Tensor:
+    assert span.window is not None
+    return (i - j > span.window) & (i - j <= span.ring)
 
 
 def span_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    span: Span = Span(),  # noqa: B008 - a tuple
     *,
-    window: int | None = None,
-    dense_prefix: int = 0,
-    global_tokens: int = 0,
-    ring: int = 0,
     ring_log_weight: Tensor | None = None,
-    start: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    i, j = positions(q, k, start)
-    scores, allowed = logits(q, k), in_span(i, j, window, dense_prefix, global_tokens)
+    i, j = positions(q, k, span.start)
+    scores, allowed = logits(q, k), in_span(i, j, span)
     if ring_log_weight is not None:
-        assert window is not None
-        in_ring = (i - j > window) & (i - j <= ring)
-        scores = scores + torch.where(in_ring, ring_log_weight[..., None], 0.0)
-        allowed = allowed | in_ring
+        ring = in_ring(i, j, span)
+        scores = scores + torch.where(ring, ring_log_weight[..., None], 0.0)
+        allowed = allowed | ring
     return attend(scores, allowed, q, v)
 
 
@@ -83,16 +85,15 @@ def pair_gated_attention(
     *,
     form: str,
     window: int | None = None,
-    start: int = 0,
 ) -> Tensor:
-    i, j = positions(q, k, start)
+    i, j = positions(q, k)
     gate, scores = pair_gate(query_half, key_half, w2, b2), logits(q, k)
     scores = scores * gate.sigmoid() if form == "multiply" else scores + F.logsigmoid(gate)
-    return attend(scores, in_span(i, j, window), q, v)[0]
+    return attend(scores, in_span(i, j, Span(window)), q, v)[0]
 
 
-def distance_biased_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, start: int = 0) -> Tensor:
-    i, j = positions(q, k, start)
+def distance_biased_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    i, j = positions(q, k)
     return attend(logits(q, k) + bias[:, (i - j).clamp(min=0)], j <= i, q, v)[0]
 
 

@@ -6,7 +6,8 @@ from torch import Tensor
 from headgate.errors import HeadgateError
 from headgate.ops import reference
 from headgate.ops.dispatch import Op, check
-from headgate.ops.span import span_attention
+from headgate.ops.span.op import span_attention
+from headgate.ops.span.options import Span
 from headgate.ops.tiles import query_tiles, recomputed
 
 STRIDED = Op("strided_attention")
@@ -17,7 +18,8 @@ def strided_attention(
 ) -> Tensor:
     """Softmax over the keys i-window <= j <= i and all j < i that are multiples of stride; the keys begin at
     0."""
-    check(q, k, v, window=window)
+    check(q, k, v)
+    Span(window).check()
     if stride < 1:
         raise HeadgateError(f"stride={stride} is too small; it must be at least 1")
     result: Tensor = STRIDED(backend, q, k, v, window=window, stride=stride)
@@ -27,7 +29,7 @@ def strided_attention(
 @STRIDED.path("torch")
 def _torch(q: Tensor, k: Tensor, v: Tensor, *, window: int, stride: int) -> Tensor:
     """The band and the columns are disjoint softmaxes, merged by their log-sum-exps."""
-    band, band_lse = span_attention(q, k, v, window=window)
+    band, band_lse = span_attention(q, k, v, Span(window))
     rows = min(q.shape[2], max(0, k.shape[2] - window - 1))  # the queries that have a key beyond the band
     if rows == 0:
         return band

@@ -15,7 +15,7 @@ from torch import Tensor
 from headgate.ops import reference
 from headgate.ops.dispatch import Op, check
 from headgate.ops.registration import refuse_gradient, register, register_gradient
-from headgate.ops.span_torch import accumulator
+from headgate.ops.span.tiled import accumulator
 from headgate.ops.tiles import query_tiles
 
 TOP_K = Op("top_k_attention")

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from headgate.config import Config, MechanismSpec
 from headgate.mechanisms.contract import Mechanism
-from headgate.model.decoder import Decoder, Layer, rotation
+from headgate.model.decoder import Decoder, Layer
+from headgate.ops.rotary import rotation
 from headgate.plan.devices import Seconds
 from headgate.plan.memory_trace import NoInitialValues, light_recomputation
 from headgate.train.evaluate import autocast

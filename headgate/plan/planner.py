@@ -13,6 +13,7 @@ from typing import Any
 
 from headgate.config import Config
 from headgate.errors import HeadgateError
+from headgate.mechanisms.contract import Past
 from headgate.plan import cpu_timing
 from headgate.plan.devices import CPU, Device, Seconds
 from headgate.plan.memory_trace import Ledger, Memory, Pass, Passes, Sizes, blank_decoder, walk
@@ -255,14 +256,15 @@ class Planner:
         model, context = self.config.model, self.config.train.context
         total = 0.0
         for mechanism in self.mechanisms[: len(self.sizes.layers)]:
-            kept = context - mechanism.first_key(context)
+            length = context - mechanism.first_key(context)
             with Ledger() as ledger:
                 keys = ledger.shadow((1, model.n_kv_heads, 1, model.head_dim))
                 ledger.shadow_parameters(mechanism)
-                state = mechanism.key_state(keys)
-            beside = 0 if state is None else state.numel()
+                x = ledger.shadow((1, 1, model.d_model))
+                queries = ledger.shadow((1, model.n_heads, 1, model.head_dim))
+                _, *kept = mechanism.prepare(x, queries, keys, keys, Past())
             layers = len(range(self.mechanisms.index(mechanism), self.sizes.depth, len(self.sizes.layers)))
-            total += layers * kept * 4 * (2 * keys.numel() + beside)
+            total += layers * length * 4 * sum(t.numel() for t in kept)
         return total
 
 

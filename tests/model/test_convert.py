@@ -18,7 +18,8 @@ from headgate.errors import HeadgateError
 from headgate.mechanisms import MECHANISMS
 from headgate.mechanisms.contract import probe
 from headgate.model.convert import convert, read_source
-from headgate.model.decoder import Decoder, rotation
+from headgate.model.decoder import Decoder
+from headgate.ops.rotary import rotation
 
 transformers = pytest.importorskip("transformers", reason="needs the extra: pip install 'headgate[hf]'")
 

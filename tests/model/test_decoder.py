@@ -13,7 +13,8 @@ from torch import Tensor
 import headgate
 from headgate.config import MechanismSpec, ModelConfig
 from headgate.errors import HeadgateError
-from headgate.model.decoder import Decoder, rotate, rotation
+from headgate.model.decoder import Decoder
+from headgate.ops.rotary import rotate, rotation
 from headgate.recipes import RECIPES, get_recipe
 
 SMALL = ModelConfig(
@@ -285,9 +286,13 @@ def test_bad_calls_get_one_clear_sentence() -> None:
         decoder(some_tokens(1, 5), some_tokens(1, 4))
     with pytest.raises(HeadgateError, match="a cache carries no gradients"):
         decoder(some_tokens(1, 5), cache=decoder.new_cache())
+    decoder.recompute = True
+    with pytest.raises(HeadgateError, match="a cache carries no gradients"):
+        decoder(some_tokens(1, 5), cache=decoder.new_cache())
     cache = decoder.new_cache()
     with torch.no_grad():
         decoder(some_tokens(1, 5), cache=cache)
+        assert cache.length == 5
         with pytest.raises(HeadgateError, match="a batch of 2 was given to a cache of batch 1"):
             decoder(some_tokens(2, 5), cache=cache)
     with pytest.raises(HeadgateError, match="unknown recipe 'tinny'; did you mean 'tiny'"):
@@ -300,3 +305,18 @@ def test_bad_calls_get_one_clear_sentence() -> None:
         headgate.build_model(replace(SMALL, shared_options={"windo": 3}))
     with pytest.raises(HeadgateError, match="mechanism=\\[\\] names no mechanism"):
         headgate.build_model("tiny", mechanism=[])
+
+
+@pytest.mark.parametrize("name", ["full", "local", "near-far", "sparse-geometric"])
+def test_without_positions_nothing_is_rotated(name: str) -> None:
+    """Then the base of the rotation does not matter; with positions it does."""
+    tokens = some_tokens(2, 30)
+    for positions, same in (("none", True), ("rope", False)):
+        outputs = []
+        for theta in (1e6, 100.0):
+            config = replace(
+                SMALL, rope_theta=theta, shared_options=SMALL.shared_options | {"positions": positions}
+            )
+            with torch.no_grad():
+                outputs.append(headgate.build_model(config, mechanism=name)(tokens))
+        assert torch.equal(*outputs) == same, positions

@@ -270,8 +270,8 @@ def test_memory_and_keys_stay_bounded_for_windows(mechanism: str) -> None:
     sizes = []
     decoder.generate([prompt(40)], 200, prefill_chunk=8, stream=lambda *_: sizes.append(caches[0].bytes))
     per_token = 2 * 2 * 8 * 8 * 2  # k and v, two heads of 8 in fp64, two layers
-    first_keys = decoder.layers[0].attention.mechanism.first_keys
-    assert max(sizes[20:]) <= 4 * (WINDOW + 1 + first_keys) * per_token
+    pinned = decoder.layers[0].attention.mechanism.pinned_keys
+    assert max(sizes[20:]) <= 4 * (WINDOW + 1 + pinned) * per_token
     assert max(sizes) <= 2 * (PREFIX + 8) * per_token
 
 

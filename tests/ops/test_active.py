@@ -9,6 +9,7 @@ from torch import Tensor
 
 from headgate import ops
 from headgate.errors import HeadgateError
+from headgate.ops import Span
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -48,8 +49,8 @@ def test_active_heads_get_span_attention_and_the_others_nothing(
     q, k, v = (t.to(dtype) for t in inputs(groups=groups))
     weight = torch.randn(3, 6, 1).to(dtype) if "ring" in options else None
     active = some_active()
-    out, lse = ops.active_attention(q, k, v, active, ring_log_weight=weight, backend=backend, **options)
-    expected, expected_lse = ops.span_attention(q, k, v, ring_log_weight=weight, **options)
+    out, lse = ops.active_attention(q, k, v, active, Span(**options), ring_log_weight=weight, backend=backend)
+    expected, expected_lse = ops.span_attention(q, k, v, Span(**options), ring_log_weight=weight)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-12
     assert torch.allclose(out[active], expected[active], rtol=0, atol=tolerance)
     assert torch.allclose(lse[active], expected_lse[active], rtol=0, atol=tolerance)

@@ -8,6 +8,8 @@ from headgate import ops
 from headgate.errors import HeadgateError
 from headgate.ops import reference
 from headgate.ops.blocks import _attend, choose_blocks, plan_tiles
+from headgate.ops.dispatch import forced
+from headgate.ops.native import library
 
 
 def tensors(
@@ -114,13 +116,13 @@ def test_all_queries_may_choose_one_block() -> None:
 def test_gradcheck(queries: int) -> None:
     q, k, v = (t.requires_grad_() for t in tensors(7, 1, 4, 2, queries, 20, 4))
     chosen = choose_blocks(q, k, block=4, scale=2.0)
-    assert torch.autograd.gradcheck(lambda q, k, v: _attend(q, k, v, chosen, 4)[0], (q, k, v))
+    assert torch.autograd.gradcheck(lambda q, k, v: _attend(q, k, v, chosen, 4, "torch")[0], (q, k, v))
 
 
 def test_pytorch_accepts_the_op_and_second_derivatives_are_refused() -> None:
     q, k, v = (t.requires_grad_() for t in tensors(9, 1, 2, 1, 20, 20, 4))
     chosen = choose_blocks(q, k, block=4, scale=1.0)
-    torch.library.opcheck(torch.ops.headgate.block_selected.default, (q, k, v, chosen, 4))
+    torch.library.opcheck(torch.ops.headgate.block_selected.default, (q, k, v, chosen, 4, "torch"))
     out = ops.block_selected_attention(q, k, v, block=4)
     (first,) = torch.autograd.grad(out.sum(), q, create_graph=True)
     with pytest.raises(HeadgateError, match="the second derivative of an attention op is not implemented"):
@@ -136,3 +138,25 @@ def test_recall_is_the_share_of_exact_top_keys_attended_to() -> None:
     attended = torch.nn.functional.pad(blocks, (0, 60 - blocks.shape[-1])) | (j // 8 == i // 8)
     expected = (exact & attended).sum(-1) / exact.sum(-1)
     assert torch.equal(ops.selection_recall(q, k, block=8), expected)
+
+
+@pytest.mark.parametrize("path", ["native", "torch"])
+def test_the_backward_of_the_own_block_takes_the_path_of_the_forward(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when it runs after the path is no longer asked for."""
+    if path == "native" and library.unavailable() is not None:
+        pytest.skip(f"the native path was not tested: {library.unavailable()}")
+    taken = []
+    for name in ("native", "torch"):
+        op = getattr(torch.ops.headgate, f"span_{name}_backward")
+        monkeypatch.setattr(
+            torch.ops.headgate,
+            f"span_{name}_backward",
+            lambda *a, op=op, name=name: taken.append(name) or op(*a),
+        )
+    q, k, v = (t.float().requires_grad_() for t in tensors(0, 1, 2, 1, 40, 40, 16))
+    with forced(path if path == "torch" else "auto"):
+        out = ops.block_selected_attention(q, k, v, block=8)
+    out.sum().backward()
+    assert taken == [path]

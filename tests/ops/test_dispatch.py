@@ -81,15 +81,16 @@ def test_options_that_make_no_sense_get_one_clear_sentence() -> None:
     cases = [
         (lambda: ops.window_attention(q, k, v, -1), "window=-1 is negative"),
         (lambda: ops.causal_attention(q, k, v, start=-1), "start=-1 is negative"),
-        (lambda: ops.span_attention(q, k, v, window=2, ring=4), "ring=4 without ring_log_weight"),
+        (lambda: ops.span_attention(q, k, v, ops.Span(2, ring=4)), "ring=4 without ring_log_weight"),
         (
-            lambda: ops.span_attention(q, k, v, window=4, ring=2, ring_log_weight=weight),
+            lambda: ops.span_attention(q, k, v, ops.Span(4, ring=2), ring_log_weight=weight),
             "expected window <= ring",
         ),
         (
-            lambda: ops.span_attention(q, k, v, window=2, ring=4, ring_log_weight=weight[:1]),
+            lambda: ops.span_attention(q, k, v, ops.Span(2, ring=4), ring_log_weight=weight[:1]),
             r"ring_log_weight has shape \(1, 4, 6\)",
         ),
+        (lambda: ops.span_attention(q, k, v, ring_log_weight=weight), "ring_log_weight without a ring"),
         (lambda: ops.combiner_attention(q, k, v, block=0), "block=0 is too small"),
         (lambda: ops.block_selected_attention(q, k, v, block=0), "block=0 is too small"),
         (lambda: ops.strided_attention(q, k, v, window=2, stride=0), "stride=0 is too small"),

@@ -15,9 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from headgate import ops
 from headgate.errors import HeadgateError
 from headgate.mechanisms.contract import build_mechanism
-from headgate.ops import flex, reference, sdpa, span_attention
+from headgate.ops import Span, flex, reference, span_attention
 from headgate.ops.blocks import choose_blocks
 from headgate.ops.native import library
+from headgate.ops.span import sdpa
 from headgate.ops.triton import pair_gate
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without")
@@ -33,25 +34,25 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *tensors: None)
 
 
-def random_span(seed: int) -> flex.Span:
+def random_span(seed: int) -> flex.SeenPairs:
     pick = random.Random(seed)
     keys = pick.choice([1, 5, 127, 128, 129, 200, 256, 300, 385, 512, 640])
     queries = pick.choice([keys, keys, 1, max(1, keys - 128), max(1, keys - 37), (keys + 1) // 2])
     nearest = pick.choice([0, 0, 0, 1, 40, 128, 130])
     farthest = nearest + pick.choice([0, 1, 20, 127, 128, 129, 300, 1000])
     if nearest:
-        return flex.Span(queries, keys, nearest, farthest)
+        return flex.SeenPairs(queries, keys, nearest, farthest)
     prefix, first = pick.choice([0, 0, 1, 100, 128, 260, 9999]), pick.choice([0, 0, 1, 7, 128, 200, 9999])
-    return flex.Span(queries, keys, 0, farthest, prefix, first)
+    return flex.SeenPairs(queries, keys, 0, farthest, prefix, first)
 
 
-def dense(span: flex.Span) -> Tensor:
+def dense(span: flex.SeenPairs) -> Tensor:
     """Which pairs are seen, by the reference: (Tq,Tk)."""
     j = torch.arange(span.keys)[None]
     i = j[0, span.keys - span.queries :, None]
     if span.nearest:
         return (i - j >= span.nearest) & (i - j <= span.farthest)
-    return reference.in_span(i, j, span.farthest, span.dense_prefix, span.global_tokens)
+    return reference.in_span(i, j, Span(span.farthest, span.dense_prefix, span.pinned))
 
 
 def by_blocks(seen: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,7 +118,7 @@ def test_outputs_and_every_gradient_are_the_truth(seeds: range) -> None:
     [
         {"queries": 130},
         {"queries": 300, "window": 100, "dense_prefix": 140},
-        {"queries": 290, "window": 30, "global_tokens": 7, "start": 2},
+        {"queries": 290, "window": 30, "pinned": 7, "start": 2},
         {"queries": 300, "window": 60, "ring": 200},
         {"queries": 1, "keys": 300, "window": 60, "ring": 200},
         {"queries": 40, "keys": 300, "window": 10**6},
@@ -133,7 +134,7 @@ def test_lengths_of_several_blocks(options: dict[str, int]) -> None:
 def test_a_closed_ring_is_a_window_and_has_no_nan_gradient() -> None:
     chosen = test_span.case(queries=80)
     inputs = [t.requires_grad_() for t in (chosen.q, chosen.k, chosen.v, torch.full((1, 4, 80), -torch.inf))]
-    out, _ = span_attention(*inputs[:3], window=9, ring=30, ring_log_weight=inputs[3], backend="flex")
+    out, _ = span_attention(*inputs[:3], Span(9, ring=30), ring_log_weight=inputs[3], backend="flex")
     torch.testing.assert_close(out, ops.window_attention(*inputs[:3], 9, backend="reference"))
     for gradient in torch.autograd.grad(out.sum(), inputs):
         assert gradient.isfinite().all()
@@ -173,11 +174,11 @@ def test_block_selection_is_the_references(case: tuple[Any, ...]) -> None:
 
 def test_masks_are_kept_and_training_may_use_what_evaluation_made() -> None:
     q = torch.zeros(1, 1, 70, 16)
-    span = flex.Span(70, 70, 0, 9)
+    span = flex.SeenPairs(70, 70, 0, 9)
     with torch.inference_mode():
         kept = flex._mask_of(q, span)
-    assert flex._mask_of(q, flex.Span(70, 70, 0, 9)) is kept
-    assert flex._mask_of(q, flex.Span(70, 70, 0, 8)) is not kept
+    assert flex._mask_of(q, flex.SeenPairs(70, 70, 0, 9)) is kept
+    assert flex._mask_of(q, flex.SeenPairs(70, 70, 0, 8)) is not kept
     assert not kept.kv_indices.is_inference()
     assert flex._kept_mask.cache_info().maxsize == 64
 
@@ -195,8 +196,8 @@ def test_lengths_and_windows_share_what_was_compiled(monkeypatch: pytest.MonkeyP
         for length, window in ((200, 50), (201, 50), (250, 30), (257, 20), (258, None), (290, 60)):
             keys = k[:, :, :length]
             q = keys[:, :1, -1:]
-            out = span_attention(q, keys[:, :1], keys[:, 1:], window=window, backend="flex")[0]
-            truth = reference.span_attention(q, keys[:, :1], keys[:, 1:], window=window)[0]
+            out = span_attention(q, keys[:, :1], keys[:, 1:], Span(window), backend="flex")[0]
+            truth = reference.span_attention(q, keys[:, :1], keys[:, 1:], Span(window))[0]
             torch.testing.assert_close(out, truth)
             if length == 250:
                 at_first = counter.frame_count
@@ -214,7 +215,7 @@ def test_a_gpu_takes_flex_attention_and_each_refusal_has_its_reason() -> None:
     for op, options in (
         ("span_attention", {}),
         ("window_attention", {"window": 20, "dense_prefix": 50}),
-        ("span_attention", {"window": 20, "ring": 40, "ring_log_weight": on_gpu(1, 4, 300)}),
+        ("span_attention", {"span": Span(20, ring=40), "ring_log_weight": on_gpu(1, 4, 300)}),
         ("block_selected_attention", {"block": 64}),
     ):
         explanation = ops.explain(op, q, k, k, **options)
@@ -325,10 +326,10 @@ def test_compiled_for_the_cpu_it_computes_the_same() -> None:
     """The output alone: PyTorch's code for the CPU returns no log-sum-exp."""
     chosen = test_span.case(1, 2, 1, 150, 200, 32)
     q, k, v = chosen.q, chosen.k, chosen.v
-    mask = flex.Span(150, 200, 0, 60, 70, 3).mask(q.device)
+    mask = flex.SeenPairs(150, 200, 0, 60, 70, 3).mask(q.device)
     with torch.no_grad():
         out = flex._compiled()(q, k, v, block_mask=mask, enable_gqa=True)
-        expected, _ = reference.span_attention(q, k, v, window=60, dense_prefix=70, global_tokens=3)
+        expected, _ = reference.span_attention(q, k, v, Span(60, 70, 3))
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 

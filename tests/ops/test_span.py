@@ -10,9 +10,9 @@ from torch import Tensor
 
 from headgate import ops
 from headgate.errors import HeadgateError
-from headgate.ops import far_attention, reference, span_attention, window_attention
+from headgate.ops import Span, far_attention, reference, span_attention, window_attention
 from headgate.ops.native import library
-from headgate.ops.native.span import WIDTHS
+from headgate.ops.span.native import WIDTHS
 
 EPS = torch.finfo(torch.float32).eps
 
@@ -44,7 +44,7 @@ class Case:
         """Output, log-sum-exp and the gradients of all inputs, computed on the device."""
         inputs = [t.detach().to(device, dtype).requires_grad_() for t in self.inputs]
         ring = {"ring_log_weight": inputs[3]} if self.weight is not None else {}
-        out, lse = function(*inputs[:3], **self.options, **ring, **options)
+        out, lse = function(*inputs[:3], Span(**self.options), **ring, **options)
         grads = torch.autograd.grad([out, lse], inputs, [self.d_out.to(out), self.d_lse.to(lse)])
         names = ["out", "lse", "d_q", "d_k", "d_v", "d_weight"]
         found = [out.detach(), lse.detach(), *grads]
@@ -135,13 +135,13 @@ def random_case(seed: int) -> Case:
     window = pick.choice([None, 0, 1, 5, 31, 47, 48, 100, 191, 400])
     if window is not None:
         options["window"] = window
-        extra = pick.choice(["", "", "dense_prefix", "global_tokens", "both", "ring"])
+        extra = pick.choice(["", "", "dense_prefix", "pinned", "both", "ring"])
         if extra in ("dense_prefix", "both"):
             options["dense_prefix"] = pick.choice([1, 10, 64, 75, 150])
-        if extra in ("global_tokens", "both"):
-            options["global_tokens"] = pick.choice([1, 4, 7, 72, 90])
+        if extra in ("pinned", "both"):
+            options["pinned"] = pick.choice([1, 4, 7, 72, 90])
         if extra == "ring":
-            options["ring"] = window + pick.choice([0, 1, 13, 48, 200])
+            options["ring"] = max(1, window + pick.choice([0, 1, 13, 48, 200]))
     return case(
         pick.choice([1, 1, 2]),
         groups * pick.choice([1, 1, 2, 3]),
@@ -179,7 +179,7 @@ def test_every_path_computes_the_truth_on_random_shapes(seeds: range) -> None:
         case(queries=1, keys=300, window=299),
         case(queries=1, keys=2200),  # decoding: more than one piece of keys
         case(queries=3, keys=2200, window=1500, ring=2000),
-        case(queries=2, keys=1500, window=30, global_tokens=5, heads=8, groups=1),
+        case(queries=2, keys=1500, window=30, pinned=5, heads=8, groups=1),
         case(window=0),
         case(window=0, ring=3),
         case(window=49),
@@ -189,13 +189,13 @@ def test_every_path_computes_the_truth_on_random_shapes(seeds: range) -> None:
         case(window=47, ring=10**6),
         case(window=7, dense_prefix=20),
         case(window=7, dense_prefix=10**6),
-        case(window=7, global_tokens=3, start=2),
-        case(window=7, global_tokens=3, start=3),
-        case(window=7, global_tokens=49),
-        case(window=7, global_tokens=10**6, dense_prefix=11),
+        case(window=7, pinned=3, start=2),
+        case(window=7, pinned=3, start=3),
+        case(window=7, pinned=49),
+        case(window=7, pinned=10**6, dense_prefix=11),
         case(queries=48, keys=97, window=13, dense_prefix=100, start=30),
         case(queries=2100, heads=2, groups=1, window=20),  # more than one strip of queries
-        case(queries=3100, heads=1, groups=1, window=20, global_tokens=3),
+        case(queries=3100, heads=1, groups=1, window=20, pinned=3),
         case(queries=2100, keys=2200, heads=1, groups=1, window=9, ring=60),
         case(queries=400, heads=1, groups=1),  # strips of a full span
         case(queries=400, heads=1, groups=1, window=300, dense_prefix=350),
@@ -243,7 +243,7 @@ def test_logits_of_a_hundred_million(backend: str) -> None:
         assert tensor.isfinite().all(), name
     # Where one key wins by far the output is its value.
     i, j = reference.positions(chosen.q, chosen.k)
-    top = logits.masked_fill(~reference.in_span(i, j, 30), -torch.inf).topk(2).values
+    top = logits.masked_fill(~reference.in_span(i, j, Span(30)), -torch.inf).topk(2).values
     clear = top[..., 0] - top[..., 1] > 1e3
     assert clear.float().mean() > 0.9
     torch.testing.assert_close(result["out"][clear], chosen.truth()["out"][clear].float())
@@ -253,14 +253,14 @@ def test_a_closed_ring_is_a_window(backend: str) -> None:
     chosen = case(queries=80)
     q, k, v = chosen.q, chosen.k, chosen.v
     closed = torch.full((1, 4, 80), -torch.inf)
-    out, _ = span_attention(q, k, v, window=9, ring=30, ring_log_weight=closed, backend=backend)
+    out, _ = span_attention(q, k, v, Span(9, ring=30), ring_log_weight=closed, backend=backend)
     torch.testing.assert_close(out, window_attention(q, k, v, 9, backend=backend))
 
 
 def test_nan_is_not_lost(backend: str) -> None:
     chosen = case(queries=60)
     chosen.k[0, 1, 20, 3] = torch.nan
-    out, _ = span_attention(chosen.q, chosen.k, chosen.v, window=10, backend=backend)
+    out, _ = span_attention(chosen.q, chosen.k, chosen.v, Span(10), backend=backend)
     assert out[:, 2:, 20:31].isnan().all()
     assert out[:, :2].isfinite().all()
     if backend != "torch":  # PyTorch's fused attention adds its mask, and NaN - inf is NaN within a tile
@@ -270,7 +270,7 @@ def test_nan_is_not_lost(backend: str) -> None:
 def test_far_and_near_merge_to_full(backend: str) -> None:
     chosen = case(queries=90)
     q, k, v = chosen.q, chosen.k, chosen.v
-    near, near_lse = span_attention(q, k, v, window=20, backend=backend)
+    near, near_lse = span_attention(q, k, v, Span(20), backend=backend)
     near, near_lse = near[:, :, 21:], near_lse[:, :, 21:]
     far, far_lse = far_attention(q, k, v, 20, backend=backend)
     both = torch.logaddexp(near_lse, far_lse)
@@ -288,14 +288,14 @@ def test_gradients_through_one_result_alone(fast_backend: str, used: str, window
         (torch.float64, reference.span_attention, {}),
     ):
         q, k, v = (t.to(dtype).requires_grad_() for t in (chosen.q, chosen.k, chosen.v))
-        result = function(q, k, v, window=window, **options)[used == "lse"]
+        result = function(q, k, v, Span(window), **options)[used == "lse"]
         grads.append(torch.autograd.grad(result.square().sum(), [q, k]))
     for got, expected in zip(*grads, strict=True):
         torch.testing.assert_close(got, expected.float(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"window": 3}, {"window": 2, "ring": 6}, {"window": 3, "global_tokens": 2}], ids=str
+    "options", [{}, {"window": 3}, {"window": 2, "ring": 6}, {"window": 3, "pinned": 2}], ids=str
 )
 @pytest.mark.parametrize("keys", [9, 11])
 def test_gradcheck_of_the_torch_path(keys: int, options: dict[str, int]) -> None:
@@ -303,7 +303,7 @@ def test_gradcheck_of_the_torch_path(keys: int, options: dict[str, int]) -> None
     inputs = [t.double().requires_grad_() for t in chosen.inputs]
 
     def function(q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return span_attention(q, k, v, ring_log_weight=weight, backend="torch", **options)
+        return span_attention(q, k, v, Span(**options), ring_log_weight=weight, backend="torch")
 
     assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
 
@@ -316,8 +316,8 @@ def test_a_log_weight_of_another_dtype(fast_backend: str, dtype: torch.dtype, qu
     assert chosen.weight is not None
     chosen.weight = chosen.weight.to(dtype).float()  # the same numbers in both
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, ring_log_weight: Tensor, **options: Any) -> Any:
-        return span_attention(q, k, v, ring_log_weight=ring_log_weight.to(dtype), **options)
+    def attend(q: Tensor, k: Tensor, v: Tensor, span: Span, ring_log_weight: Tensor, **options: Any) -> Any:
+        return span_attention(q, k, v, span, ring_log_weight=ring_log_weight.to(dtype), **options)
 
     same, found = (chosen.run(f, backend=fast_backend) for f in (span_attention, attend))
     for name in same:
@@ -330,7 +330,7 @@ def test_a_log_weight_of_another_dtype(fast_backend: str, dtype: torch.dtype, qu
 def test_other_dtypes_take_the_torch_path(dtype: torch.dtype, window: int | None) -> None:
     chosen = case(queries=90, window=window)
     q, k, v = (t.to(dtype) for t in (chosen.q, chosen.k, chosen.v))
-    assert ops.explain(span_attention, q, k, v, window=window).path == "torch"
+    assert ops.explain(span_attention, q, k, v, Span(window)).path == "torch"
     result = chosen.run(span_attention, dtype=dtype)
     expected = chosen.truth()
     assert result["out"].dtype == result["d_k"].dtype == dtype
@@ -372,11 +372,11 @@ def test_explain_says_why_not_native() -> None:
 def arguments(name: str, *, backward: bool) -> tuple[Any, ...]:
     chosen = case(2, 4, 2, 20, 24, 16, ring=9)
     tensors = [t.requires_grad_(not backward) for t in chosen.inputs]
-    options = (3, 0, 0, 9, 1)
+    span = Span(3, ring=9, start=1).numbers()
     if not backward:
-        return (*tensors, *options)
-    out, lse = getattr(torch.ops.headgate, name)(*tensors, *options)
-    return (chosen.d_out, chosen.d_lse, *tensors, out, lse, *options)
+        return (*tensors, span)
+    out, lse = getattr(torch.ops.headgate, name)(*tensors, span)
+    return (chosen.d_out, chosen.d_lse, *tensors, out, lse, span)
 
 
 @pytest.mark.compiles

@@ -40,7 +40,7 @@ SHAPES = [
     case(1, 2, 1, 1, 90, width=32, hidden=8, form="log"),  # decoding
     case(1, 1, 1, 3, 520, width=32, hidden=4),  # decoding with the keys of a head in three parts
     case(1, 1, 1, 1, 520, width=32, hidden=4, form="log", window=100),  # and parts without keys
-    case(1, 2, 1, 20, 70, width=64, hidden=8, window=9, start=100),  # a chunk over a cache
+    case(1, 2, 1, 20, 70, width=64, hidden=8, window=9),  # a chunk over a cache
     case(1, 1, 1, 33, width=32, hidden=32, order="bhdt"),
     case(1, 1, 1, 34, width=32, hidden=16, form="log"),
 ]

@@ -22,6 +22,7 @@ from headgate.data.loader import Loader
 from headgate.data.prepare import Request, prepare
 from headgate.data.shards import open_split
 from headgate.errors import HeadgateError
+from headgate.mechanisms import Past
 from headgate.mechanisms.contract import MECHANISMS
 from headgate.mechanisms.full import Full
 from headgate.train import checkpoint
@@ -171,8 +172,8 @@ def test_random_numbers_resume_too(
     data: Path, micro: Config, tmp_path: Path, stop_at: dict[str, Any]
 ) -> None:
     class Dropout(Full):
-        def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0) -> Tensor:
-            return torch.nn.functional.dropout(super().forward(x, q, k, v, start=start), 0.2, self.training)
+        def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:
+            return torch.nn.functional.dropout(super().attend(x, q, k, v, past), 0.2, self.training)
 
     MECHANISMS.register("dropout-test")(Dropout)
     try:

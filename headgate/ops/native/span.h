@@ -25,7 +25,7 @@ struct View {
 // Mirrored by a ctypes.Structure in span.py.
 struct SpanCall {
     int64_t batch, groups, repeat, queries, keys, width, threads;
-    int64_t window, dense_prefix, global_tokens, ring, start;  // window < 0: none
+    int64_t window, dense_prefix, pinned, ring, start;  // window < 0: none
     View q, k, v, out, d_out, d_q, d_k, d_v;
     float *lse, *ring_log_weight, *d_lse, *d_ring_log_weight;  // contiguous; null where there is none
     // (B,H), for few queries alone: the heads to compute, the others' outputs being 0; null for all.
@@ -42,7 +42,7 @@ struct SpanCall {
         return window < 0 || start + own < dense_prefix ? 0 : std::max<int64_t>(0, own - window);
     }
     int64_t first_ring_key(int64_t query) const { return std::max<int64_t>(0, own_key(query) - ring); }
-    int64_t first_keys() const { return std::clamp<int64_t>(global_tokens - start, 0, keys); }
+    int64_t pinned_keys() const { return std::clamp<int64_t>(pinned - start, 0, keys); }
 };
 
 // For every lane the keys lo <= j < hi it attends to. Both rise with the lane, which is what lets whole tiles
@@ -53,18 +53,18 @@ struct Segment {
     bool ring;
 };
 
-enum Part { NEAR, RING, FIRST, PARTS };
+enum Part { NEAR, RING, PINNED, PARTS };
 
 // False if the block has no keys of this part.
 inline bool find_segment(const SpanCall& call, Part part, int64_t first, int count, Segment& segment) {
     if (part == RING && !call.ring_log_weight) return false;
-    if (part == FIRST && (call.window < 0 || call.first_keys() == 0)) return false;
+    if (part == PINNED && (call.window < 0 || call.pinned_keys() == 0)) return false;
     for (int i = 0; i < count; ++i) {
         const int64_t near = call.first_key(first + i);
         switch (part) {
             case NEAR: segment.lo[i] = near, segment.hi[i] = call.own_key(first + i) + 1; break;
             case RING: segment.lo[i] = call.first_ring_key(first + i), segment.hi[i] = near; break;
-            default: segment.lo[i] = 0, segment.hi[i] = std::min(near, call.first_keys());
+            default: segment.lo[i] = 0, segment.hi[i] = std::min(near, call.pinned_keys());
         }
     }
     segment.begin = segment.lo[0], segment.end = segment.hi[count - 1];

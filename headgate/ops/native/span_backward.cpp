@@ -53,7 +53,7 @@ std::vector<Strip> cut(const SpanCall& call) {
         s.high = call.own_key(end - 1) + 1;
         s.low = begin == 0 ? 0 : call.first_key(begin);
         if (begin > 0 && call.ring_log_weight) s.low = std::min(s.low, call.first_ring_key(begin));
-        s.first = call.window < 0 ? 0 : std::min(s.low, call.first_keys());
+        s.first = call.window < 0 ? 0 : std::min(s.low, call.pinned_keys());
         cuts.push_back(s);
         begin = end;
     }

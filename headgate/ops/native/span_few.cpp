@@ -45,7 +45,7 @@ struct Few {
                 see(near, call.own_key(t) + 1, 0.0f);
                 if (call.ring_log_weight)
                     see(call.first_ring_key(t), near, call.ring_log_weight[call.per_query(b, h, t)] * LOG2E);
-                if (call.window >= 0) see(0, std::min(near, call.first_keys()), 0.0f);
+                if (call.window >= 0) see(0, std::min(near, call.pinned_keys()), 0.0f);
             }
     }
 

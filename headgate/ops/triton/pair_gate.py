@@ -25,7 +25,7 @@ TRANSPOSE_FROM = 32
 
 
 @dataclass(frozen=True)
-class Config:
+class KernelConfig:
     """A tile of `rows` x `columns` pairs on this many warps, and how many tiles ahead are loaded."""
 
     rows: int
@@ -35,34 +35,37 @@ class Config:
 
 
 KERNELS = ("forward", "backward_queries", "backward_keys")
-FEW_QUERIES = Config(16, 64, 4, 1)
+FEW_QUERIES = KernelConfig(16, 64, 4, 1)
 """For decoding: the smallest tile of queries that tensor cores take."""
 PROGRAMS, PART_KEYS = 256, 256
 """Decoding shares the keys of a head among programs, to have about so many, each with so many keys."""
-INTERPRETED = Config(64, 32, 4, 1)
+INTERPRETED = KernelConfig(64, 32, 4, 1)
 """Under TRITON_INTERPRET=1 kernels run on the CPU, one operation at a time: slow, for tests."""
 
 
-def configs(kernel: str, width: int, dtype: torch.dtype, backend: str) -> tuple[Config, ...]:
+def configs(kernel: str, width: int, dtype: torch.dtype, backend: str) -> tuple[KernelConfig, ...]:
     """What may run: tiles that leave everything in registers (benchmarks/triton_resources.py). fp32 needs
     more of them than bf16, and eight of AMD's warps of 64 leave each thread too few."""
     if backend == "interpreted":
         return (INTERPRETED,)
     if dtype == torch.float32:
         if kernel == "forward":
-            return Config(32, 32, 4, 1), Config(32, 16, 4, 1), FEW_QUERIES
+            return KernelConfig(32, 32, 4, 1), KernelConfig(32, 16, 4, 1), FEW_QUERIES
         if backend == "hip":
-            return Config(32, 16, 4, 1), Config(16, 32, 4, 1)
-        return (Config(16, 32, 8, 1), Config(16, 16, 4, 1) if width > 64 else Config(32, 32, 8, 1))
+            return KernelConfig(32, 16, 4, 1), KernelConfig(16, 32, 4, 1)
+        return (
+            KernelConfig(16, 32, 8, 1),
+            KernelConfig(16, 16, 4, 1) if width > 64 else KernelConfig(32, 32, 8, 1),
+        )
     if kernel == "forward":
-        return Config(64, 32, 4, 1), Config(64, 32, 8, 1), Config(32, 32, 4, 1), FEW_QUERIES
+        return KernelConfig(64, 32, 4, 1), KernelConfig(64, 32, 8, 1), KernelConfig(32, 32, 4, 1), FEW_QUERIES
     if backend == "hip":
-        return Config(32, 32, 4, 1), Config(64, 16, 4, 1)
+        return KernelConfig(32, 32, 4, 1), KernelConfig(64, 16, 4, 1)
     if width <= 64:  # 16 rows a warp: sums over columns need no other warp
         if kernel == "backward_queries":
-            return Config(64, 32, 4, 1), Config(64, 16, 4, 1)
-        return Config(64, 16, 4, 1), Config(32, 32, 4, 1)
-    return Config(32, 32, 4, 1), Config(32, 64, 8, 1)
+            return KernelConfig(64, 32, 4, 1), KernelConfig(64, 16, 4, 1)
+        return KernelConfig(64, 16, 4, 1), KernelConfig(32, 32, 4, 1)
+    return KernelConfig(32, 32, 4, 1), KernelConfig(32, 64, 8, 1)
 
 
 def refuse(q: Tensor, hidden: int) -> str | None:
@@ -97,13 +100,13 @@ def forward(
     out: Tensor,
     softmax: Tensor,
 ) -> None:
-    call = _Call(q, k, v, query_half, key_half, w2, b2, form, window)
+    call = TritonCall(q, k, v, query_half, key_half, w2, b2, form, window)
     parts = call.key_parts
     to, statistics = out[None], softmax[None]
     if parts > 1:
         to, statistics = (t.new_empty((parts, *t.shape), dtype=softmax.dtype) for t in (out, softmax))
 
-    def run(config: Config) -> None:
+    def run(config: KernelConfig) -> None:
         strides = (*call.strides, (*to.stride()[1:4], to.stride(0)))
         grid = (-(-q.shape[2] // config.rows), call.programs, parts)
         call.launch("forward", config, grid, *call.tensors, to, statistics, *strides)
@@ -138,14 +141,14 @@ def backward(
     d_w2: Tensor,
     d_b2: Tensor,
 ) -> None:
-    call = _Call(q, k, v, query_half, key_half, w2, b2, form, window)
+    call = TritonCall(q, k, v, query_half, key_half, w2, b2, form, window)
     d_out, softmax = _rows(d_out), softmax.contiguous()
     delta = (d_out.float() * out.float()).sum(-1)
     saved = (softmax, delta)
     strides = (d_out.stride()[:3], *call.strides)
     batch, heads, queries, hidden = query_half.shape
 
-    def of_queries(config: Config) -> None:
+    def of_queries(config: KernelConfig) -> None:
         tiles = -(-queries // config.rows)
         parts = delta.new_empty((batch, heads, tiles, hidden)), delta.new_empty((batch, heads, tiles))
         results = (d_q, d_query_half, *parts)
@@ -154,7 +157,7 @@ def backward(
         d_w2.copy_(parts[0].sum((0, 2)))
         d_b2.copy_(parts[1].sum((0, 2)))
 
-    def of_keys(config: Config) -> None:
+    def of_keys(config: KernelConfig) -> None:
         per_head: tuple[Tensor, ...] = (d_k, d_v)
         if k.shape[1] != heads:  # a group's queries add up after every one of its heads is done
             per_head = tuple(t.new_empty((batch, heads, *k.shape[2:]), dtype=torch.float32) for t in (k, v))
@@ -169,7 +172,7 @@ def backward(
     call.on_device("backward_keys", of_keys)
 
 
-class _Call:
+class TritonCall:
     """The inputs as the kernels take them, and the constants they are compiled for."""
 
     def __init__(
@@ -204,7 +207,7 @@ class _Call:
             self.configs["forward"] = (FEW_QUERIES,)
             self.key_parts = max(1, min(PROGRAMS // self.programs, -(-k.shape[2] // PART_KEYS)))
 
-    def launch(self, kernel: str, config: Config, grid: tuple[int, ...], *arguments: Any) -> None:
+    def launch(self, kernel: str, config: KernelConfig, grid: tuple[int, ...], *arguments: Any) -> None:
         from headgate.ops.triton import pair_gate_kernels
 
         getattr(pair_gate_kernels, kernel)[grid](
@@ -217,7 +220,7 @@ class _Call:
             num_stages=config.stages,
         )
 
-    def on_device(self, kernel: str, run: Callable[[Config], None]) -> None:
+    def on_device(self, kernel: str, run: Callable[[KernelConfig], None]) -> None:
         with _current_device(self.tensors[0]):
             run(_choose((kernel, *self.kind), self.configs[kernel], run))
 
@@ -242,10 +245,12 @@ def constants(width: int, hidden: int, form: str, dtype: torch.dtype, backend: s
     }
 
 
-_chosen: dict[tuple[Any, ...], Config] = {}
+_chosen: dict[tuple[Any, ...], KernelConfig] = {}
 
 
-def _choose(kind: tuple[Any, ...], choices: tuple[Config, ...], run: Callable[[Config], None]) -> Config:
+def _choose(
+    kind: tuple[Any, ...], choices: tuple[KernelConfig, ...], run: Callable[[KernelConfig], None]
+) -> KernelConfig:
     """The fastest of these configurations for this kind of call."""
     if len(choices) == 1 or torch.are_deterministic_algorithms_enabled():
         return choices[0]

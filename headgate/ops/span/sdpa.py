@@ -7,15 +7,15 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from headgate.ops.span.options import Span
+
 DEVICES = ("cuda",)
 
 
-def refuse(
-    q: Tensor, k: Tensor, *tensors: Any, output_only: bool, window: int | None, **options: Any
-) -> str | None:
+def refuse(q: Tensor, k: Tensor, v: Tensor, span: Span, *, output_only: bool, **options: Any) -> str | None:
     if q.device.type not in DEVICES:
         return f"it runs on a GPU, not on {q.device.type}"
-    if window is not None:
+    if span.window is not None:
         return "it has no windows"
     if not output_only:
         return "its log-sum-exp has no gradient"
@@ -24,6 +24,6 @@ def refuse(
     return None
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, None]:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, span: Span, **options: Any) -> tuple[Tensor, None]:
     out = scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, enable_gqa=q.shape[1] != k.shape[1])
     return out, None

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from headgate.errors import HeadgateError
-from headgate.ops import pair_gate_torch, reference
+from headgate.ops import reference
 from headgate.ops.dispatch import Op, check
-from headgate.ops.native import pair_gate as pair_gate_native
+from headgate.ops.pair_gate import native, tiled
 from headgate.ops.registration import refuse_gradient, register, register_gradient
-from headgate.ops.span_torch import accumulator
+from headgate.ops.span.options import Span
+from headgate.ops.span.tiled import accumulator
 from headgate.ops.triton import pair_gate as pair_gate_triton
 
 PAIR_GATE = Op("pair_gated_attention")
@@ -31,14 +32,14 @@ def pair_gated_attention(
     *,
     form: Literal["multiply", "log"],
     window: int | None = None,
-    start: int = 0,
     backend: str = "auto",
 ) -> Tensor:
     """softmax(a * s) v with form "multiply", softmax(a + log s) v with "log", over j <= i or a window.
 
     a = q.k / sqrt(D) and s = sigmoid(w2 . gelu(query_half + key_half) + b2).
     """
-    check(q, k, v, window=window, start=start)
+    check(q, k, v)
+    Span(window).check()
     hidden = w2.shape[-1]
     expected = {
         "query_half": (query_half, (*q.shape[:3], hidden)),
@@ -51,9 +52,7 @@ def pair_gated_attention(
             raise HeadgateError(f"{name} has shape {tuple(tensor.shape)}; expected {tuple(shape)}")
     if form not in ("multiply", "log"):
         raise HeadgateError(f"form={form!r} is not a choice; expected 'multiply' or 'log'")
-    result: Tensor = PAIR_GATE(
-        backend, q, k, v, query_half, key_half, w2, b2, form=form, window=window, start=start
-    )
+    result: Tensor = PAIR_GATE(backend, q, k, v, query_half, key_half, w2, b2, form=form, window=window)
     return result
 
 
@@ -97,8 +96,8 @@ def _register(name: str, path: Any) -> Any:
 
 
 def _path(op: Any) -> Any:
-    def run(*tensors: Tensor, form: str, window: int | None, start: int) -> Tensor:
-        result: Tensor = op(*tensors, form, window)[0]  # what a query sees depends on distances alone
+    def run(*tensors: Tensor, form: str, window: int | None) -> Tensor:
+        result: Tensor = op(*tensors, form, window)[0]
         return result
 
     return run
@@ -110,12 +109,12 @@ def _refuse_native(q: Tensor, *others: Tensor, **options: Any) -> str | None:
         return (
             f"it takes one dtype, not {' and '.join(sorted(str(d).removeprefix('torch.') for d in dtypes))}"
         )
-    return pair_gate_native.refuse(q, others[4].shape[-1])
+    return native.refuse(q, others[4].shape[-1])
 
 
-PAIR_GATE.path("native", refuse=_refuse_native)(_path(_register("pair_gate_native", pair_gate_native)))
+PAIR_GATE.path("native", refuse=_refuse_native)(_path(_register("pair_gate_native", native)))
 PAIR_GATE.path(
     "triton", refuse=lambda q, *others, **options: pair_gate_triton.refuse(q, others[4].shape[-1])
 )(_path(_register("pair_gate_triton", pair_gate_triton)))
-PAIR_GATE.path("torch")(_path(_register("pair_gate_torch", pair_gate_torch)))
+PAIR_GATE.path("torch")(_path(_register("pair_gate_torch", tiled)))
 PAIR_GATE.path("reference")(reference.pair_gated_attention)

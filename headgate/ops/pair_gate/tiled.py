@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headgate.ops import reference
+from headgate.ops.span.options import Span
 
 HIDDEN_ELEMENTS = 1 << 20
 """Values of the hidden layer at a time, 4 MB in fp32: more would leave the cache, less would be all calls."""
@@ -24,13 +25,13 @@ LINEAR, CUBIC = 2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.04471
 
 
 @dataclass(frozen=True)
-class Tile:
+class PairTile:
     queries: slice
     keys: slice
     unseen: Tensor
 
 
-class Gate:
+class PairGate:
     """The gate of all pairs, its halves as (B,H,M,T), with room for a piece of its hidden layer."""
 
     def __init__(
@@ -44,7 +45,7 @@ class Gate:
         room = math.prod(heads) * self.queries * min(self.keys, key_half.shape[2])
         self.room = self.w2.new_empty((3, room))
 
-    def tiles(self, window: int | None) -> Iterator[Tile]:
+    def tiles(self, window: int | None) -> Iterator[PairTile]:
         queries, keys, device = self.query_half.shape[3], self.key_half.shape[3], self.w2.device
         for first in range(0, queries, self.queries):
             last = min(queries, first + self.queries)
@@ -52,7 +53,7 @@ class Gate:
             high = keys - queries + last
             i = torch.arange(high - last + first, high, device=device)[:, None]
             j = torch.arange(low, high, device=device)[None, :]
-            yield Tile(slice(first, last), slice(low, high), ~reference.in_span(i, j, window))
+            yield PairTile(slice(first, last), slice(low, high), ~reference.in_span(i, j, Span(window)))
 
     def pieces(self, keys: slice) -> Iterator[tuple[slice, slice]]:
         """The keys of a tile in pieces: where they lie among all keys, and where among the tile's."""
@@ -100,7 +101,7 @@ def forward(
     dtype = softmax.dtype
     q = q.to(dtype) / math.sqrt(q.shape[-1])
     k, v = (reference.per_head(q, t.to(dtype)) for t in (k, v))
-    gate = Gate(query_half, key_half, w2, b2, dtype)
+    gate = PairGate(query_half, key_half, w2, b2, dtype)
     for tile in gate.tiles(window):
         scores = q[:, :, tile.queries] @ k[:, :, tile.keys].mT
         for keys, place in gate.pieces(tile.keys):
@@ -138,7 +139,7 @@ def backward(
     dtype, groups, scale = softmax.dtype, k.shape[1], 1 / math.sqrt(q.shape[-1])
     q, d_out = q.to(dtype) * scale, d_out.to(dtype)
     k, v = (reference.per_head(q, t.to(dtype)) for t in (k, v))
-    gate = Gate(query_half, key_half, w2, b2, dtype)
+    gate = PairGate(query_half, key_half, w2, b2, dtype)
     delta = (d_out * out).sum(-1, keepdim=True, dtype=dtype)
     sum_k, sum_v = torch.zeros_like(k), torch.zeros_like(v)  # (B,H,Tk,D)
     sum_queries, sum_keys = torch.zeros_like(gate.query_half), torch.zeros_like(gate.key_half)  # (B,H,M,T)

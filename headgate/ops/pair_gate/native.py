@@ -4,16 +4,18 @@ import ctypes
 
 from torch import Tensor
 
-from headgate.ops.native import library, span
+from headgate.ops.native import library
+from headgate.ops.span import native as span
+from headgate.ops.span.options import Span
 
 HIDDEN = (4, 8, 16, 32)
 
 
-class _Call(ctypes.Structure):
+class PairGateCall(ctypes.Structure):
     """PairGateCall in pair_gate.cpp."""
 
     _fields_ = [
-        ("span", span.Call),
+        ("span", span.SpanCall),
         *((n, ctypes.c_int64) for n in ("hidden", "log_form")),
         *((n, span.View) for n in ("query_half", "key_half", "d_query_half", "d_key_half")),
         *((n, ctypes.c_void_p) for n in ("w2", "b2", "d_w2", "d_b2", "softmax")),
@@ -94,8 +96,10 @@ def _call(
     b2: Tensor,
     form: str,
     window: int | None,
-) -> _Call:
-    call = _Call(span.new_call(q, k, window), hidden=w2.shape[1], log_form=form == "log")
+) -> PairGateCall:
+    call = PairGateCall(
+        span.new_call(q, k, Span(window).numbers()), hidden=w2.shape[1], log_form=form == "log"
+    )
     call.span.q, call.span.k, call.span.v = span.view(q), span.view(k), span.view(v)
     call.query_half, call.key_half = span.view(query_half), span.view(key_half)
     call.w2, call.b2 = w2.data_ptr(), b2.data_ptr()

@@ -1,6 +1,7 @@
-"""Calls the C++ span attention: span_forward.cpp and span_backward.cpp."""
+"""Calls the C++ span attention: span_forward.cpp, span_backward.cpp and span_few.cpp."""
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,12 +15,12 @@ class View(ctypes.Structure):
     _fields_ = [("data", ctypes.c_void_p)] + [(n, ctypes.c_int64) for n in ("batch", "head", "token")]
 
 
-class Call(ctypes.Structure):
+class SpanCall(ctypes.Structure):
     """SpanCall in span.h."""
 
     _fields_ = [
         *((n, ctypes.c_int64) for n in ("batch", "groups", "repeat", "queries", "keys", "width", "threads")),
-        *((n, ctypes.c_int64) for n in ("window", "dense_prefix", "global_tokens", "ring", "start")),
+        *((n, ctypes.c_int64) for n in ("window", "dense_prefix", "pinned", "ring", "start")),
         *((n, View) for n in ("q", "k", "v", "out", "d_out", "d_q", "d_k", "d_v")),
         *((n, ctypes.c_void_p) for n in ("lse", "ring_log_weight", "d_lse", "d_ring_log_weight", "active")),
     ]
@@ -42,11 +43,7 @@ def forward(
     k: Tensor,
     v: Tensor,
     ring_log_weight: Tensor | None,
-    window: int | None,
-    dense_prefix: int,
-    global_tokens: int,
-    ring: int,
-    start: int,
+    span: Sequence[int],
     out: Tensor,
     lse: Tensor,
     active: Tensor | None = None,
@@ -54,7 +51,7 @@ def forward(
     """With `active` (B,H), and one query, the other heads are not computed."""
     q, k, v = rows(q), rows(k), rows(v)
     weight = _numbers(ring_log_weight)
-    call = new_call(q, k, window, dense_prefix, global_tokens, ring, start)
+    call = new_call(q, k, span)
     call.q, call.k, call.v, call.out = view(q), view(k), view(v), view(out)
     call.lse, call.ring_log_weight, call.active = lse.data_ptr(), _pointer(weight), _pointer(active)
     library.library().headgate_span_forward(ctypes.byref(call))
@@ -69,11 +66,7 @@ def backward(
     ring_log_weight: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    window: int | None,
-    dense_prefix: int,
-    global_tokens: int,
-    ring: int,
-    start: int,
+    span: Sequence[int],
     d_q: Tensor,
     d_k: Tensor,
     d_v: Tensor,
@@ -81,7 +74,7 @@ def backward(
 ) -> None:
     q, k, v, out, d_out = rows(q), rows(k), rows(v), rows(out), rows(d_out)
     weight, d_lse, lse = _numbers(ring_log_weight), _numbers(d_lse), lse.contiguous()
-    call = new_call(q, k, window, dense_prefix, global_tokens, ring, start)
+    call = new_call(q, k, span)
     call.q, call.k, call.v, call.out, call.d_out = view(q), view(k), view(v), view(out), view(d_out)
     call.d_q, call.d_k, call.d_v = view(d_q), view(d_k), view(d_v)
     call.lse, call.ring_log_weight = lse.data_ptr(), _pointer(weight)
@@ -89,20 +82,9 @@ def backward(
     library.library().headgate_span_backward(ctypes.byref(call))
 
 
-def new_call(
-    q: Tensor,
-    k: Tensor,
-    window: int | None,
-    dense_prefix: int = 0,
-    global_tokens: int = 0,
-    ring: int = 0,
-    start: int = 0,
-) -> Call:
+def new_call(q: Tensor, k: Tensor, span: Sequence[int]) -> SpanCall:
     (batch, heads, queries, width), (_, groups, keys, _) = q.shape, k.shape
-    return Call(
-        *(batch, groups, heads // groups, queries, keys, width, library.threads()),
-        *(-1 if window is None else window, dense_prefix, global_tokens, ring, start),
-    )
+    return SpanCall(batch, groups, heads // groups, queries, keys, width, library.threads(), *span)
 
 
 def rows(t: Tensor) -> Tensor:

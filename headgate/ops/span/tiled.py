@@ -9,7 +9,7 @@ log 2, since PyTorch's exp2 takes half the time of its exp.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from headgate.ops import reference
+from headgate.ops.span.options import Span
 from headgate.ops.tiles import query_tiles
 
 LOG2E, LN2 = math.log2(math.e), math.log(2)
@@ -25,16 +26,12 @@ _fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 @dataclass(frozen=True)
-class Span:
-    """Which keys the queries of one call attend to. Positions count from `start`, indices from 0."""
+class SpanTiles:
+    """The tiles of one call. Positions count from `span.start`, indices from 0."""
 
     queries: int
     keys: int
-    window: int | None
-    dense_prefix: int
-    global_tokens: int
-    ring: int | None
-    start: int
+    span: Span
     device: torch.device
 
     @property
@@ -42,21 +39,18 @@ class Span:
         """The key of the first query."""
         return self.keys - self.queries
 
-    @property
-    def reach(self) -> int | None:
-        return self.window if self.window is None or self.ring is None else max(self.window, self.ring)
-
     @cached_property
     def whole_windows(self) -> range:
         """The first queries of the tiles whose queries see a whole window and nothing else; its step is their
         size."""
-        if self.window is None or self.ring is not None or self.global_tokens > self.start:
+        span = self.span
+        if span.window is None or span.ring or span.pinned > span.start:
             return range(0)
-        size = max(32, min(64, self.window // 2))
-        first = max(0, max(self.window, self.dense_prefix - self.start) - self.offset)
+        size = max(32, min(64, span.window // 2))
+        first = max(0, max(span.window, span.dense_prefix - span.start) - self.offset)
         return range(first, self.queries - size + 1, size)
 
-    def tiles(self, rows: int, *, whole_windows: bool = True) -> Iterator["Tile"]:
+    def tiles(self, rows: int, *, whole_windows: bool = True) -> Iterator["SpanTile"]:
         """All tiles, or those outside `whole_windows`, for `rows` heads of queries side by side."""
         before = after = self.queries
         if self.whole_windows:
@@ -66,50 +60,48 @@ class Span:
             yield from self.window_tiles()
         yield from self._other_tiles(after, self.queries, rows)
 
-    def _other_tiles(self, first: int, last: int, rows: int) -> Iterator["Tile"]:
-        reach = self.reach
+    def _other_tiles(self, first: int, last: int, rows: int) -> Iterator["SpanTile"]:
+        reach = self.span.reach
         most = 256 if reach is None else max(32, min(256, reach))
-        keys = self.keys if reach is None else min(self.keys, reach + most + self.global_tokens)
+        keys = self.keys if reach is None else min(self.keys, reach + most + self.span.pinned)
         for a, b in query_tiles(last - first, rows * keys, most=most):
             yield self._tile(first + a, first + b)
 
-    def window_tiles(self) -> Iterator["Tile"]:
+    def window_tiles(self) -> Iterator["SpanTile"]:
         """The tiles of `whole_windows`, which share their masks."""
-        assert self.window is not None
-        size, window = self.whole_windows.step, self.window
+        assert self.span.window is not None
+        size, window = self.whole_windows.step, self.span.window
         i, j = torch.arange(size, device=self.device)[:, None], torch.arange(size, device=self.device)
         # A tile sees window + size keys: the first `size` of them leave the window, the last come into it.
         edges = [(slice(0, size), j < i), (slice(window, window + size), j > i)]
         for first in self.whole_windows:
             own = self.offset + first
-            yield Tile(slice(first, first + size), slice(own - window, own + size), 0, edges, None)
+            yield SpanTile(slice(first, first + size), slice(own - window, own + size), 0, edges, None)
 
-    def _tile(self, first: int, last: int) -> "Tile":
-        low = 0
-        if self.reach is not None and self.start + self.offset + first >= self.dense_prefix:
-            low = max(0, self.offset + first - self.reach)
+    def _tile(self, first: int, last: int) -> "SpanTile":
+        span, low = self.span, 0
+        if span.reach is not None and span.start + self.offset + first >= span.dense_prefix:
+            low = max(0, self.offset + first - span.reach)
         high = self.offset + last
         keys = torch.arange(low, high, device=self.device)
-        extra = min(low, max(0, self.global_tokens - self.start))
+        extra = min(low, max(0, span.pinned - span.start))
         if extra:
             keys = torch.cat([torch.arange(extra, device=self.device), keys])
-        i = torch.arange(self.offset + first, high, device=self.device)[:, None] + self.start
-        j = keys[None, :] + self.start
-        allowed = reference.in_span(i, j, self.window, self.dense_prefix, self.global_tokens)
-        in_ring = None
-        if self.ring is not None:
-            assert self.window is not None
-            in_ring = (i - j > self.window) & (i - j <= self.ring)
+        i = torch.arange(self.offset + first, high, device=self.device)[:, None] + span.start
+        j = keys[None, :] + span.start
+        allowed, in_ring = reference.in_span(i, j, span), None
+        if span.ring:
+            in_ring = reference.in_ring(i, j, span)
             allowed = allowed | in_ring
-        return Tile(slice(first, last), slice(low, high), extra, [(slice(None), ~allowed)], in_ring)
+        return SpanTile(slice(first, last), slice(low, high), extra, [(slice(None), ~allowed)], in_ring)
 
 
 @dataclass(frozen=True)
-class Tile:
+class SpanTile:
     queries: slice
     keys: slice
     extra: int
-    """Global tokens that stand before the contiguous keys."""
+    """Pinned keys that stand before the contiguous ones."""
     edges: list[tuple[slice, Tensor]]
     """Ranges of the tile's keys, and which pairs (n, keys) are hidden in them."""
     in_ring: Tensor | None
@@ -150,28 +142,24 @@ def forward(
     k: Tensor,
     v: Tensor,
     ring_log_weight: Tensor | None,
-    window: int | None,
-    dense_prefix: int,
-    global_tokens: int,
-    ring: int,
-    start: int,
+    span: Sequence[int],
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    if _is_fused(q, k, window):
+    if _is_fused(q, k, span):
         fused_out, fused_lse = _fused(_rows(q), _rows(k), _rows(v), 0.0, True)
         out.copy_(fused_out)
         lse.copy_(fused_lse)
         return
-    dtype, per_key_head = lse.dtype, _Heads(q, k)
+    dtype, per_key_head = lse.dtype, KeyHeadRows(q, k)
     scaled = per_key_head.queries(q.to(dtype) * (LOG2E / math.sqrt(q.shape[-1])))
     keys, values = k.to(dtype).flatten(0, 1), v.to(dtype).flatten(0, 1)
     weight = None if ring_log_weight is None else per_key_head.queries(ring_log_weight.to(dtype) * LOG2E)
-    span = _span(q, k, ring_log_weight, window, dense_prefix, global_tokens, ring, start)
-    fused = q.device.type == "cpu" and len(span.whole_windows) > 0
+    tiles = SpanTiles(q.shape[2], k.shape[2], Span.of(span), q.device)
+    fused = q.device.type == "cpu" and len(tiles.whole_windows) > 0
     if fused:
-        _fused_windows(span, scaled, keys, values, per_key_head, out, lse)
-    for tile in span.tiles(q.shape[0] * q.shape[1], whole_windows=not fused):
+        _fused_windows(tiles, scaled, keys, values, per_key_head, out, lse)
+    for tile in tiles.tiles(q.shape[0] * q.shape[1], whole_windows=not fused):
         s = tile.scores(tile.of_queries(scaled), tile.of_keys(keys), weight)
         top = s.amax(-1, keepdim=True)
         p = s.sub_(top).exp2_()
@@ -190,22 +178,18 @@ def backward(
     ring_log_weight: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    window: int | None,
-    dense_prefix: int,
-    global_tokens: int,
-    ring: int,
-    start: int,
+    span: Sequence[int],
     d_q: Tensor,
     d_k: Tensor,
     d_v: Tensor,
     d_weight: Tensor,
 ) -> None:
-    if d_lse is None and _is_fused(q, k, window):
+    if d_lse is None and _is_fused(q, k, span):
         grads = _fused_backward(*map(_rows, (d_out, q, k, v, out)), lse, 0.0, True)
         for to, grad in zip((d_q, d_k, d_v), grads, strict=True):
             to.copy_(grad)
         return
-    dtype, per_key_head = lse.dtype, _Heads(q, k)
+    dtype, per_key_head = lse.dtype, KeyHeadRows(q, k)
     scale = 1 / math.sqrt(q.shape[-1])
     delta = (d_out.to(dtype) * out.to(dtype)).sum(-1)
     if d_lse is not None:
@@ -218,9 +202,8 @@ def backward(
     keys, values = k.to(dtype).flatten(0, 1), v.to(dtype).flatten(0, 1)
     weight = None if ring_log_weight is None else per_key_head.queries(ring_log_weight.to(dtype) * LOG2E)
     sum_k, sum_v = keys.new_zeros(keys.shape), values.new_zeros(values.shape)
-    for tile in _span(q, k, ring_log_weight, window, dense_prefix, global_tokens, ring, start).tiles(
-        q.shape[0] * q.shape[1]
-    ):
+    tiles = SpanTiles(q.shape[2], k.shape[2], Span.of(span), q.device)
+    for tile in tiles.tiles(q.shape[0] * q.shape[1]):
         q_tile, k_tile, d_tile = tile.of_queries(scaled), tile.of_keys(keys), tile.of_queries(upstream)
         p = tile.scores(q_tile, k_tile, weight).sub_(log2_sum[:, :, tile.queries, None]).exp2_()
         heads = p.shape[1:3]
@@ -236,7 +219,7 @@ def backward(
     d_v.copy_(sum_v.view_as(v))
 
 
-class _Heads:
+class KeyHeadRows:
     """(B,H,Tq,...) <-> (N,R,Tq,...)"""
 
     def __init__(self, q: Tensor, k: Tensor) -> None:
@@ -249,51 +232,37 @@ class _Heads:
         return t.reshape(self.batch, self.groups * self.repeat, *t.shape[2:])
 
 
-def _span(
-    q: Tensor,
-    k: Tensor,
-    ring_log_weight: Tensor | None,
-    window: int | None,
-    dense_prefix: int,
-    global_tokens: int,
-    ring: int,
-    start: int,
-) -> Span:
-    rings = None if ring_log_weight is None else ring
-    return Span(q.shape[2], k.shape[2], window, dense_prefix, global_tokens, rings, start, q.device)
-
-
 def _rows(t: Tensor) -> Tensor:
     """The fused attention takes rows to be contiguous without asking."""
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
-def _is_fused(q: Tensor, k: Tensor, window: int | None) -> bool:
-    return window is None and q.device.type == "cpu" and q.shape[2] == k.shape[2]
+def _is_fused(q: Tensor, k: Tensor, span: Sequence[int]) -> bool:
+    return span[0] < 0 and q.device.type == "cpu" and q.shape[2] == k.shape[2]
 
 
 def _fused_windows(
-    span: Span, q: Tensor, k: Tensor, v: Tensor, heads: _Heads, out: Tensor, lse: Tensor
+    tiles: SpanTiles, q: Tensor, k: Tensor, v: Tensor, heads: KeyHeadRows, out: Tensor, lse: Tensor
 ) -> None:
     """Fills the queries of `whole_windows`: tiles stand as a batch, and their keys are views that overlap."""
-    assert span.window is not None
-    window, tiles, size = span.window, len(span.whole_windows), span.whole_windows.step
-    first = span.whole_windows[0]
-    last = first + tiles * size
+    assert tiles.span.window is not None
+    window, whole = tiles.span.window, tiles.whole_windows
+    count, size, first = len(whole), whole.step, whole[0]
+    last = first + count * size
     n, r, _, d = q.shape
 
     def overlapping(kv: Tensor) -> Tensor:  # (N,Tk,D) -> (tiles,N,window+size,D)
-        reached = _rows(kv)[:, span.offset + first - window :]
-        return reached.unfold(1, window + size, size)[:, :tiles].permute(1, 0, 3, 2)
+        reached = _rows(kv)[:, tiles.offset + first - window :]
+        return reached.unfold(1, window + size, size)[:, :count].permute(1, 0, 3, 2)
 
     def untiled(t: Tensor) -> Tensor:  # (tiles,N,R*size,...) -> (B,H,tiles*size,...)
         return heads.undo(t.unflatten(2, (r, size)).permute(1, 2, 0, 3, *range(4, t.ndim + 1)).flatten(2, 3))
 
     mask = torch.zeros(size, window + size, dtype=q.dtype)
-    for columns, hidden in next(span.window_tiles()).edges:
+    for columns, hidden in next(tiles.window_tiles()).edges:
         mask[:, columns].masked_fill_(hidden, -math.inf)
     tiled = (
-        q[:, :, first:last].unflatten(2, (tiles, size)).permute(2, 0, 1, 3, 4).reshape(tiles, n, r * size, d)
+        q[:, :, first:last].unflatten(2, (count, size)).permute(2, 0, 1, 3, 4).reshape(count, n, r * size, d)
     )
     fused_out, fused_lse = _fused(
         _rows(tiled), overlapping(k), overlapping(v), 0.0, False, attn_mask=mask.repeat(r, 1), scale=LN2

@@ -1,0 +1,44 @@
+"""Helpers for gates: numbers between 0 and 1 that weigh what a head, or a branch of it, puts out."""
+
+import torch
+from torch import Tensor, nn
+
+from headgate import ops
+from headgate.ops import Span
+
+OPEN = 10.0
+"""Bias of an open gate: 1 - sigmoid(10) = 5e-5, which leaves a model's logits alone to about 5e-4. A larger
+one would be nearer to the identity, and learn later: the gate's gradient shrinks with it as exp(-bias)."""
+
+
+class HeadGate(nn.Linear):
+    """sigmoid(W x + b): one value per token and head, (B,T,C) -> (B,T,H)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return openness(super().forward(x))
+
+
+@torch.no_grad()
+def fix_gate(gate: nn.Linear, bias: float = OPEN) -> None:
+    """Make a gate the same for every input: sigmoid(bias). Its weights, at 0, still have a gradient."""
+    gate.weight.zero_()
+    gate.bias.fill_(bias)
+
+
+def openness(logits: Tensor) -> Tensor:
+    """How far a gate with these logits is open: their sigmoid, computed in fp32 at least. In bf16 a gate
+    above 0.998 is 1, and would never learn to close: its gradient is computed as g * (1 - g)."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return logits.to(wide).sigmoid().to(logits.dtype)
+
+
+def head_weights(gate: Tensor) -> Tensor:
+    """A gate per token and head (B,Tq,H) in the shape that multiplies attended values (B,H,Tq,1)."""
+    return gate.transpose(1, 2)[..., None]
+
+
+def attention_of(q: Tensor, k: Tensor, v: Tensor, span: Span, active: Tensor | None) -> Tensor:
+    """Attention of all heads, or of the active ones (B,H) alone when a single token is decoded."""
+    if active is None:
+        return ops.attention(q, k, v, span)
+    return ops.active_attention(q, k, v, active, span)[0]

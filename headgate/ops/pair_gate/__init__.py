@@ -1,0 +1,1 @@
+"""Pair-gated attention: the op, and its paths: native, triton, tiled PyTorch; the reference lies beside."""

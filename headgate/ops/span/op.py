@@ -1,0 +1,196 @@
+"""Span attention: each query attends to the contiguous keys that end at itself.
+
+One op serves full causal attention, windows, a window after a dense prefix, first tokens visible to all, and
+a ring of keys further out that enters with a per-query log-weight: `Span` says which. It returns the
+log-sum-exp as well, differentiably, so that branches over disjoint keys can be merged exactly.
+
+Shapes: q (B,H,Tq,D); k, v (B,G,Tk,D); ring_log_weight and lse (B,H,Tq). The output lies in memory as
+(B,Tq,H,D), as the projection after it wants it; a gradient lies as its input does if that has whole rows.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headgate.errors import HeadgateError
+from headgate.ops import flex, reference
+from headgate.ops.dispatch import Op, check, forced_backend
+from headgate.ops.registration import refuse_gradient, register, register_gradient
+from headgate.ops.span import native, sdpa, tiled
+from headgate.ops.span.options import Span
+
+SPAN = Op("span_attention")
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, start: int = 0, backend: str = "auto") -> Tensor:
+    """Attention of every query over all keys up to itself."""
+    return attention(q, k, v, Span(start=start), backend=backend)
+
+
+def window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int,
+    *,
+    dense_prefix: int = 0,
+    pinned: int = 0,
+    start: int = 0,
+    backend: str = "auto",
+) -> Tensor:
+    """Attention over the keys i-window <= j <= i: window + 1 of them, the query's own among them.
+
+    A query at a position below `dense_prefix` sees all keys up to itself; the first `pinned` positions are
+    visible to every later query.
+    """
+    return attention(q, k, v, Span(window, dense_prefix, pinned, start=start), backend=backend)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, span: Span, *, backend: str = "auto") -> Tensor:
+    """Attention over a span, without a ring: the output (B,H,Tq,D) alone, which more paths can compute."""
+    check(q, k, v)
+    span.check()
+    result: tuple[Tensor, Any] = SPAN(
+        backend, q, k, v, span.simplest(k.shape[2]), ring_log_weight=None, output_only=True
+    )
+    return result[0]
+
+
+def span_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    span: Span = Span(),  # noqa: B008 - a tuple
+    *,
+    ring_log_weight: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """The op in full: the output (B,H,Tq,D) and the log-sum-exp of the attended logits (B,H,Tq).
+
+    Keys at a distance above `span.window` and up to `span.ring` enter with `ring_log_weight` added to their
+    logit.
+    """
+    check(q, k, v)
+    span.check()
+    check_ring(q, span, ring_log_weight)
+    result: tuple[Tensor, Tensor] = SPAN(
+        backend, q, k, v, span.simplest(k.shape[2]), ring_log_weight=ring_log_weight, output_only=False
+    )
+    return result
+
+
+def far_attention(
+    q: Tensor, k: Tensor, v: Tensor, window: int, *, start: int = 0, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """Attention over the keys beyond a window, j < i-window, of the queries that have any.
+
+    Those are the last n of the Tq; returns the output (B,H,n,D) and the log-sum-exp (B,H,n), n = 0 if none.
+    It is an ordinary causal attention: the keys without the last window + 1, against as many queries.
+    """
+    check(q, k, v)
+    Span(window, start=start).check()
+    far = max(0, k.shape[2] - window - 1)
+    n = min(q.shape[2], far)
+    if n == 0:
+        return q[:, :, :0], q[:, :, :0, 0]
+    tail = q[:, :, q.shape[2] - n :]
+    return span_attention(tail, k[:, :, :far], v[:, :, :far], Span(start=start), backend=backend)
+
+
+def check_ring(q: Tensor, span: Span, log_weight: Tensor | None) -> None:
+    if log_weight is None:
+        if span.ring:
+            raise HeadgateError(
+                f"ring={span.ring} without ring_log_weight; give the log-weight of each query, (B,H,Tq)"
+            )
+    elif not span.ring:
+        raise HeadgateError("ring_log_weight without a ring; give the span the distance its ring reaches")
+    elif log_weight.shape != q.shape[:3]:
+        given, expected = tuple(log_weight.shape), tuple(q.shape[:3])
+        raise HeadgateError(f"ring_log_weight has shape {given}; expected (B,H,Tq) = {expected}")
+
+
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? ring_log_weight"
+
+
+def _results(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    b, h, t, d = q.shape
+    return q.new_empty((b, t, h, d)).transpose(1, 2), q.new_empty((b, h, t), dtype=tiled.accumulator(q))
+
+
+def _gradients(
+    d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    d_weight = q.new_empty(q.shape[:3] if weight is not None else (0,), dtype=tiled.accumulator(q))
+    d_q, d_k, d_v = (torch.empty_like(t) if t.stride(-1) == 1 else t.new_empty(t.shape) for t in (q, k, v))
+    return d_q, d_k, d_v, d_weight
+
+
+def _register(name: str, path: Any) -> Any:
+    """A path from a module with `forward` and `backward`, which fill what is allocated here."""
+    op = register(name, f"({_INPUTS}, SymInt[] span) -> (Tensor, Tensor)", _results, path.forward)
+    backward = register(
+        f"{name}_backward",
+        f"(Tensor d_out, Tensor? d_lse, {_INPUTS}, Tensor out, Tensor lse, SymInt[] span)"
+        " -> (Tensor, Tensor, Tensor, Tensor)",
+        _gradients,
+        path.backward,
+    )
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs[:4], *output)
+        ctx.span = inputs[4]
+
+    def gradient(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, weight, out, lse = ctx.saved_tensors
+        if d_out is None:
+            d_out = torch.zeros_like(out)
+        d_q, d_k, d_v, d_weight = backward(d_out, d_lse, q, k, v, weight, out, lse, ctx.span)
+        return d_q, d_k, d_v, None if weight is None else d_weight.to(weight.dtype), None
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, span: Span, *, ring_log_weight: Tensor | None, output_only: bool
+    ) -> tuple[Tensor, Tensor]:
+        result: tuple[Tensor, Tensor] = op(q, k, v, ring_log_weight, span.numbers())
+        return result
+
+    register_gradient(name, setup, gradient)
+    refuse_gradient(f"{name}_backward")
+    return run
+
+
+def branch_path(q: Tensor) -> str:
+    """Which of `native` and `torch` computes causal attention that is a branch of a larger softmax."""
+    wanted = forced_backend()
+    return "native" if wanted in ("auto", "native") and native.refuse(q) is None else "torch"
+
+
+def causal_gradients(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, path: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k, v through causal attention that is one branch of a larger softmax, given the
+    output and the log-sum-exp of the whole; by the path that `branch_path` chose for the forward pass."""
+    backward = getattr(torch.ops.headgate, f"span_{path}_backward")
+    d_q, d_k, d_v, _ = backward(d_out, None, q, k, v, None, out, lse, Span().numbers())
+    return d_q, d_k, d_v
+
+
+def _with_log_sum_exp(attend: Any) -> Any:
+    """A path that returns it whether or not it is asked for."""
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, span: Span, *, ring_log_weight: Tensor | None, output_only: bool
+    ) -> tuple[Tensor, Tensor]:
+        result: tuple[Tensor, Tensor] = attend(q, k, v, span, ring_log_weight=ring_log_weight)
+        return result
+
+    return run
+
+
+SPAN.path("native", refuse=lambda q, *args, **options: native.refuse(q))(_register("span_native", native))
+SPAN.path("sdpa", refuse=sdpa.refuse)(sdpa.causal_attention)
+SPAN.path("flex", refuse=flex.refuse)(_with_log_sum_exp(flex.span_attention))
+SPAN.path("torch")(_register("span_torch", tiled))
+SPAN.path("reference")(_with_log_sum_exp(reference.span_attention))

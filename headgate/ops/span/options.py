@@ -1,0 +1,53 @@
+"""Which keys a query sees, as one value that passes from a mechanism through the ops to the kernels."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from headgate.errors import HeadgateError
+
+
+class Span(NamedTuple):
+    """The keys i-window <= j <= i of a query at position i, with the exceptions below; causal always."""
+
+    window: int | None = None
+    """Keys at a distance up to this are seen, the query's own among them; None for all."""
+    dense_prefix: int = 0
+    """Queries at positions below this see all keys up to themselves."""
+    pinned: int = 0
+    """The first positions of the sequence, which every later query sees."""
+    ring: int = 0
+    """Keys beyond the window up to this distance enter with a log-weight of the query's own."""
+    start: int = 0
+    """Position of the first key given."""
+
+    @property
+    def reach(self) -> int | None:
+        """The greatest distance seen, pinned keys and the dense prefix aside."""
+        return None if self.window is None else max(self.window, self.ring)
+
+    def check(self) -> None:
+        """Raise one clear sentence if a number is negative or the ring does not lie around a plain window."""
+        for name, value in zip(self._fields, self, strict=True):
+            if value is not None and value < 0:
+                raise HeadgateError(f"{name}={value} is negative; it must be at least 0")
+        if self.ring and (self.window is None or self.ring < self.window or self.pinned or self.dense_prefix):
+            raise HeadgateError(
+                f"ring={self.ring} lies outside a plain window: window={self.window}, "
+                f"dense_prefix={self.dense_prefix} and pinned={self.pinned} were given, expected "
+                "window <= ring and 0 for the others"
+            )
+
+    def simplest(self, keys: int) -> "Span":
+        """The same span over so many keys: a window that hides nothing is a full span, which is fastest."""
+        if self.window is None or self.ring or self.window < keys - 1:
+            return self
+        return Span(start=self.start)
+
+    def numbers(self) -> list[int]:
+        """For an op's schema, which knows no None inside a list."""
+        return [-1 if self.window is None else self.window, *self[1:]]
+
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> "Span":
+        window, *others = numbers
+        return cls(None if window < 0 else window, *others)
