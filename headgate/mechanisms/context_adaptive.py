@@ -68,6 +68,8 @@ class ContextAdaptiveOptions(MechanismOptions):
 class ContextAdaptive(Mechanism):
     Options = ContextAdaptiveOptions
     options: ContextAdaptiveOptions
+    shelf = "papers"
+    paper = "Context-Adaptive Attention"
     ablations = {
         "no-gate": {"gate": "half"},
         "local-only": {"gate": "local"},

@@ -39,6 +39,8 @@ class DynamicSparseOptions(MechanismOptions):
 class DynamicSparse(Mechanism):
     Options = DynamicSparseOptions
     options: DynamicSparseOptions
+    shelf = "papers"
+    paper = "Dynamic Sparse Attention"
     ablations = {
         "no-gate": {"gate": "open"},
         "fixed-window": {"dense_prefix": 0},

@@ -13,6 +13,9 @@ from headgate.mechanisms.contract import Mechanism, Past, register
 
 @register("full")
 class Full(Mechanism):
+    shelf = "baselines"
+    paper = "Attention Is All You Need, arXiv 1706.03762"
+
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:
         return ops.attention(q, k, v, past.span())
 

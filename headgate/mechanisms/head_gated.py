@@ -38,6 +38,8 @@ class HeadGatedOptions(MechanismOptions):
 class HeadGated(Mechanism):
     Options = HeadGatedOptions
     options: HeadGatedOptions
+    shelf = "papers"
+    paper = "Learned Head Gating"
     ablations = {
         "no-gate": {"gate": "half"},
         "local-only": {"gate": "local"},

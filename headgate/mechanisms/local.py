@@ -29,6 +29,8 @@ class LocalOptions(MechanismOptions):
 class Local(Mechanism):
     Options = LocalOptions
     options: LocalOptions
+    shelf = "baselines"
+    paper = "Longformer, arXiv 2004.05150"
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:
         o = self.options

@@ -50,6 +50,8 @@ class SparseGeometricOptions(MechanismOptions):
 class SparseGeometric(Mechanism):
     Options = SparseGeometricOptions
     options: SparseGeometricOptions
+    shelf = "papers"
+    paper = "Adaptive Sparse-Geometric Attention"
     ablations = {
         "no-geometric": {"geometric": "none"},
         "fixed-pattern": {"sparsity": "fixed"},
