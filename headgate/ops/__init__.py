@@ -3,6 +3,7 @@
 from headgate.ops.active import active_attention, among_active
 from headgate.ops.blocks import block_selected_attention, selection_recall
 from headgate.ops.combiner import combiner_attention
+from headgate.ops.delta import gated_delta
 from headgate.ops.dispatch import explain, paths_taken
 from headgate.ops.distance import distance_biased_attention
 from headgate.ops.pair_gate.op import pair_gated_attention
@@ -28,6 +29,7 @@ __all__ = [
     "distance_biased_attention",
     "explain",
     "far_attention",
+    "gated_delta",
     "pair_gated_attention",
     "paths_taken",
     "selection_recall",
