@@ -607,19 +607,24 @@ def test_keys_that_were_trimmed_away_are_refused_where_all_are_needed() -> None:
                 mechanism(*inputs.values(), Past(start=5))
 
 
-def test_the_eight_mechanisms_are_registered() -> None:
-    expected = [
-        "combiner",
-        "context-adaptive",
-        "dynamic-sparse",
-        "full",
-        "head-gated",
-        "local",
-        "near-far",
-        "positional",
-        "sparse-geometric",
-    ]
-    assert [name for name in headgate.mechanisms() if name != "output-gated-example"] == expected
+def test_every_mechanism_stands_on_a_shelf() -> None:
+    shelves: dict[str, list[str]] = {}
+    for name in headgate.mechanisms():
+        shelves.setdefault(MECHANISMS.get(name).shelf, []).append(name)
+    assert shelves == {
+        "papers": ["context-adaptive", "dynamic-sparse", "head-gated", "sparse-geometric"],
+        "baselines": ["combiner", "full", "local", "positional"],
+        "second shelf": [
+            "differential",
+            "exclusive",
+            "gated",
+            "gated-delta",
+            "shifted",
+            "sinks",
+            "value-residual",
+        ],
+        "own": ["near-far", "output-gated-example"],
+    }
     with pytest.raises(HeadgateError, match="'full' is registered already"):
         headgate.mechanisms.register("full")(type("Another", (Mechanism,), {}))
 

@@ -31,7 +31,6 @@ class Combiner(Mechanism):
     Options = CombinerOptions
     options: CombinerOptions
     shelf = "baselines"
-    paper = "Combiner, arXiv 2107.05768"
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:
         past.require_all_keys("combiner")

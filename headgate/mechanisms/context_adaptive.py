@@ -69,7 +69,6 @@ class ContextAdaptive(Mechanism):
     Options = ContextAdaptiveOptions
     options: ContextAdaptiveOptions
     shelf = "papers"
-    paper = "Context-Adaptive Attention"
     ablations = {
         "no-gate": {"gate": "half"},
         "local-only": {"gate": "local"},

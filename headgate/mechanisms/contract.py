@@ -164,8 +164,6 @@ class Mechanism(nn.Module):
     """Whether it reads `past.first_values`."""
     shelf: ClassVar[str] = "own"
     """Under which heading `headgate mechanisms` lists it."""
-    paper: ClassVar[str] = ""
-    """Where it was published: a title and an arXiv number."""
 
     def __init__(self, heads: Heads, options: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""differential: two attentions over the same keys, one taken from the other (DIFF, arXiv 2410.05258, second form).
+"""differential: two attentions over the same keys, one less the other (DIFF V2, after arXiv 2410.05258).
 
     out_i^h = o_i^{h,1} - sigmoid(w_l^h . x_i) * o_i^{h,2}
 
@@ -33,7 +33,6 @@ class Differential(Mechanism):
     Options = DifferentialOptions
     options: DifferentialOptions
     shelf = "second shelf"
-    paper = "Differential Transformer V2, after arXiv 2410.05258"
     ablations = {"no-difference": {"gate": "closed"}}
 
     def __init__(self, heads: Heads, options: DifferentialOptions) -> None:

@@ -40,7 +40,6 @@ class DynamicSparse(Mechanism):
     Options = DynamicSparseOptions
     options: DynamicSparseOptions
     shelf = "papers"
-    paper = "Dynamic Sparse Attention"
     ablations = {
         "no-gate": {"gate": "open"},
         "fixed-window": {"dense_prefix": 0},

@@ -27,7 +27,6 @@ class Exclusive(Mechanism):
     Options = ExclusiveOptions
     options: ExclusiveOptions
     shelf = "second shelf"
-    paper = "Exclusive Self Attention, arXiv 2603.09078"
     ablations = {"no-exclusion": {"exclude": "none"}}
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:

@@ -31,7 +31,6 @@ class Gated(Mechanism):
     Options = GatedOptions
     options: GatedOptions
     shelf = "second shelf"
-    paper = "Gated Attention, arXiv 2505.06708"
     ablations = {"head": {"per": "head"}, "no-gate": {"gate": "open"}}
 
     def __init__(self, heads: Heads, options: GatedOptions) -> None:

@@ -1,4 +1,4 @@
-"""gated-delta: a memory that forgets and corrects itself, in place of keys (Gated DeltaNet, arXiv 2412.06464).
+"""gated-delta: a memory that forgets and corrects itself in place of keys (Gated DeltaNet, arXiv 2412.06464).
 
     S_t = alpha_t S_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T,    o_t = S_t q_t
     alpha = exp(-exp(A) softplus(w_a . x + d)),    beta = sigmoid(w_b . x)         one value per head
@@ -48,7 +48,6 @@ class GatedDelta(Mechanism):
     Options = GatedDeltaOptions
     options: GatedDeltaOptions
     shelf = "second shelf"
-    paper = "Gated Delta Networks, arXiv 2412.06464"
     ablations = {
         "no-convolution": {"convolution": 1},
         "no-decay": {"decay": "none"},

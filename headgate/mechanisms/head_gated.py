@@ -39,7 +39,6 @@ class HeadGated(Mechanism):
     Options = HeadGatedOptions
     options: HeadGatedOptions
     shelf = "papers"
-    paper = "Learned Head Gating"
     ablations = {
         "no-gate": {"gate": "half"},
         "local-only": {"gate": "local"},

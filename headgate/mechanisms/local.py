@@ -30,7 +30,6 @@ class Local(Mechanism):
     Options = LocalOptions
     options: LocalOptions
     shelf = "baselines"
-    paper = "Longformer, arXiv 2004.05150"
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:
         o = self.options

@@ -31,7 +31,6 @@ class Shifted(Mechanism):
     Options = ShiftedOptions
     options: ShiftedOptions
     shelf = "second shelf"
-    paper = "KV Shifting Attention, arXiv 2411.19574"
     ablations = {"offset": {"mode": "offset"}}
 
     def __init__(self, heads: Heads, options: ShiftedOptions) -> None:

@@ -1,4 +1,4 @@
-"""sinks: a learned logit per head that attends to nothing, so that a head can stay silent (gpt-oss).
+"""sinks: a learned logit per head that attends to nothing, to stay silent by (gpt-oss, arXiv 2508.10925).
 
     out_i^h = o_i^h * sigmoid(lse_i^h - s^h)          o: full attention, lse: log-sum-exp of its logits
 
@@ -29,7 +29,6 @@ class Sinks(Mechanism):
     Options = SinksOptions
     options: SinksOptions
     shelf = "second shelf"
-    paper = "gpt-oss, arXiv 2508.10925"
     ablations = {"constant": {"sink": "constant"}, "no-sink": {"sink": "none"}}
 
     def __init__(self, heads: Heads, options: SinksOptions) -> None:

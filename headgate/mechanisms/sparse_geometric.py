@@ -51,7 +51,6 @@ class SparseGeometric(Mechanism):
     Options = SparseGeometricOptions
     options: SparseGeometricOptions
     shelf = "papers"
-    paper = "Adaptive Sparse-Geometric Attention"
     ablations = {
         "no-geometric": {"geometric": "none"},
         "fixed-pattern": {"sparsity": "fixed"},

@@ -18,7 +18,6 @@ from headgate.mechanisms.contract import Heads, Mechanism, MechanismOptions, Pas
 class ValueResidual(Mechanism):
     uses_first_values = True
     shelf = "second shelf"
-    paper = "Value Residual Learning, arXiv 2410.17897"
 
     def __init__(self, heads: Heads, options: MechanismOptions) -> None:
         super().__init__(heads, options)

@@ -37,7 +37,7 @@ def gated_delta(
     `memory` is that before the first token; None is an empty one. Every head has a key of its own.
     """
     check(q, k, v)
-    if not q.shape == k.shape or not log_decay.shape == beta.shape == q.shape[:3]:
+    if q.shape != k.shape or not log_decay.shape == beta.shape == q.shape[:3]:
         shapes = ", ".join(str(tuple(t.shape)) for t in (q, k, log_decay, beta))
         raise HeadgateError(
             f"q, k, log_decay and beta have shapes {shapes}; expected q and k (B,H,T,D), the others (B,H,T)"
