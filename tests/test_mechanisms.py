@@ -599,7 +599,7 @@ def test_bad_arguments_get_one_clear_sentence(name: str, arguments: dict[str, An
 def test_keys_that_were_trimmed_away_are_refused_where_all_are_needed() -> None:
     for variant in VARIANTS:
         mechanism = variant.build()
-        if variant.name in ("combiner", "context-adaptive") and mechanism.first_key(100) == 0:
+        if variant.name in ("combiner", "context-adaptive", "moba", "nsa") and mechanism.first_key(100) == 0:
             inputs = {n: t.float() for n, t in tensors(variant, length=9).items()}
             with pytest.raises(
                 HeadgateError, match="needs all keys, but the first one given has position start=5"
@@ -619,6 +619,8 @@ def test_every_mechanism_stands_on_a_shelf() -> None:
             "exclusive",
             "gated",
             "gated-delta",
+            "moba",
+            "nsa",
             "shifted",
             "sinks",
             "value-residual",

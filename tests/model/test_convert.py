@@ -156,11 +156,13 @@ REACH = {
     "shifted": 40,
     "differential:bias=true": 40,
     "value-residual": 40,
+    "moba": 32,
     "gated": 0,
     "shifted:mode=offset": 0,
     "differential": 0,
     "exclusive": 0,
     "gated-delta": 0,
+    "nsa": 0,
 }
 """At how many of the first positions a retrofitted mechanism is full attention."""
 
