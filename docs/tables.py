@@ -3,7 +3,7 @@
     python docs/tables.py            # write them
     python docs/tables.py --check    # exit code 1, naming the pages, if a table is not current
 
-A table stands between `<!-- registry NAME -->` and `<!-- end -->` in README.md or a page of docs/, and NAME is
+A table stands between `<!-- registry NAME -->` and `<!-- end -->` in README.md or a page of docs/; NAME is
 one of TABLES below. What a table says of a mechanism comes from its file: the docstring, the options, the
 ablations, and what the class answers when it is built with default options and run.
 """
@@ -232,11 +232,10 @@ def recipes() -> str:
     rows = []
     for name in sorted(RECIPES.names(), key=lambda n: RECIPES.get(n).parameters):
         recipe = RECIPES.get(name)
-        config = recipe.make()
-        sizes = f"{config.model.n_layers} layers of width {config.model.d_model}, context {config.train.context:,}"
-        rows.append(
-            [f"`{name}`", linked(recipe.summary.rstrip(".")), sizes, f"{recipe.parameters / 1e6:,.1f}M"]
-        )
+        model, train = recipe.make().model, recipe.make().train
+        sizes = f"{model.n_layers} layers of width {model.d_model}, context {train.context:,}"
+        millions = f"{recipe.parameters / 1e6:,.1f}M"
+        rows.append([f"`{name}`", linked(recipe.summary.rstrip(".")), sizes, millions])
     return markdown(["name", "what", "sizes", "parameters"], rows)
 
 

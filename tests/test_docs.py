@@ -1,4 +1,4 @@
-"""The docs say what is: tables are current, commands parse, links lead somewhere, the README's example runs."""
+"""The docs are true: tables are current, commands parse, links lead somewhere, the README's example runs."""
 
 import dataclasses
 import functools
@@ -111,9 +111,8 @@ def written_commands(page: Path) -> list[str]:
     text = re.sub(r" *\\\n\s*", " ", page.read_text(encoding="utf-8"))
     found = re.findall(r"^(?: {4,}|\t)?((?:.*\| |torchrun .*-m )?headgate [a-z].*)$", text, re.MULTILINE)
     blocks = set(re.findall(r"^(?: {4,}|\t)(.*)$", text, re.MULTILINE))
-    blocks |= {
-        line for block in re.findall(r"```\w*\n(.*?)```", text, re.DOTALL) for line in block.split("\n")
-    }
+    for block in re.findall(r"```\w*\n(.*?)```", text, re.DOTALL):
+        blocks |= set(block.split("\n"))
     return [re.sub(r"\s+#.*", "", line) for line in found if line in blocks and "[--" not in line]
 
 
