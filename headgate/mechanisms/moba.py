@@ -1,4 +1,4 @@
-"""moba: the own block and the earlier ones that suit the query (Mixture of Block Attention, arXiv 2502.13189).
+"""moba: the own block and those earlier that suit the query (Mixture of Block Attention, arXiv 2502.13189).
 
     out_i^h = softmax over the chosen blocks' keys j <= i of (q_i . k_j / sqrt(D)) v_j
     chosen: the query's own block, and the top_k earlier ones of highest q_i . mean(block keys), for each head

@@ -28,8 +28,8 @@ def compressed_attention(q: Tensor, k: Tensor, v: Tensor, *, block: int, backend
 @COMPRESSED.path("torch")
 def _torch(q: Tensor, k: Tensor, v: Tensor, *, block: int) -> Tensor:
     with torch.autocast(q.device.type, enabled=False):
-        wide = [t.to(accumulator(q)) for t in (q, k, v)]
-        return _attend(*wide, block).to(q.dtype)
+        wide = accumulator(q)
+        return _attend(q.to(wide), k.to(wide), v.to(wide), block).to(q.dtype)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, block: int) -> Tensor:
