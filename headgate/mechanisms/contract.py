@@ -326,7 +326,7 @@ def require_registered(model: ModelConfig, source: object) -> None:
     for spec in model.mechanism:
         if spec.name not in MECHANISMS.names():
             raise HeadgateError(
-                f"{str(source)!r} uses the mechanism {spec.name!r}, which is not registered here; if it is in "
+                f"{str(source)!r} uses the mechanism {spec.name!r}, which is not registered; if it is in "
                 "a file of yours, add --mechanism-file FILE, or call headgate.use_file(FILE) in Python"
             )
 
