@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Literal
 
 from headgate import config, files
-from headgate.compare.progress import StudyDisplay
+from headgate.compare.progress import StudyProgress
 from headgate.compare.variants import Variant, parse_variants
 from headgate.config import Config, StudyOptions
 from headgate.data.shards import open_split
@@ -192,35 +192,35 @@ def run_study(
         seeds=options.seeds,
         budget=options.budget,
         threads=options.threads,
-        cost=CostPlan(tuple(int(part) for part in options.lengths.split(",") if part), options.cost_seconds),
+        cost=CostPlan(config.parse_lengths(options.lengths), options.cost_seconds),
         settings=tuple(overrides),
     )
     check_fit(base, asked.data, *splits)
     folder = StudyFolder(out)
     folder.refuse_strangers()
-    with files.locked(folder.path, "compared"), StudyDisplay() as display:
+    with files.locked(folder.path, "compared"), StudyProgress() as progress:
         study = folder.claim(asked, base)
         at_once = options.jobs or max(1, cores() // study.threads)
         if study.budget == "seconds":
-            study = _share_out_seconds(folder, study, base, display)
-        failed = run_jobs(folder, study, base, at_once, display)
+            study = _share_out_seconds(folder, study, base, progress)
+        failed = run_jobs(folder, study, base, at_once, progress)
         if options.cost:
             before = folder.read_costs()
-            costs = measure_costs(study.variants, base, study.cost, before, at_once, display.say)
+            costs = measure_costs(study.variants, base, study.cost, before, at_once, progress.say)
             if costs != before:
                 config.save(costs, folder.costs_path)
-            _write_skipping(folder, study, base, display)
-        _write_gates(folder, study, base, display)
+            _write_skipping(folder, study, base, progress)
+        _write_gates(folder, study, base, progress)
     return not failed
 
 
-def _share_out_seconds(folder: StudyFolder, study: Study, base: Config, display: StudyDisplay) -> Study:
+def _share_out_seconds(folder: StudyFolder, study: Study, base: Config, progress: StudyProgress) -> Study:
     """Steps for each variant such that all train for the seconds that the baseline's steps take."""
     missing = [variant for variant in study.variants if variant.label not in study.steps]
     if not missing:
         return study
     baseline = study.variants[0]
-    display.say("measuring a step of each variant, to give all the same seconds")
+    progress.say("measuring a step of each variant, to give all the same seconds")
     seconds = step_seconds([baseline, *(v for v in missing if v != baseline)], base, study.threads)
     steps = dict(study.steps)
     for variant in missing:
@@ -233,13 +233,13 @@ def _share_out_seconds(folder: StudyFolder, study: Study, base: Config, display:
 
 
 def run_jobs(
-    folder: StudyFolder, study: Study, base: Config, at_once: int, display: StudyDisplay
+    folder: StudyFolder, study: Study, base: Config, at_once: int, progress: StudyProgress
 ) -> list[Job]:
     """Train what is not finished, several at once; returns the runs that failed, and goes on past them."""
     jobs = folder.jobs(study, base)
     waiting = [job for job in jobs if not job.finished]
     done = sum(job.steps for job in jobs if job.finished)
-    display.begin(total=sum(job.steps for job in jobs), done=done, runs=len(jobs), left=len(waiting))
+    progress.begin_runs(total=sum(job.steps for job in jobs), done=done, runs=len(jobs), left=len(waiting))
     running: dict[Job, subprocess.Popen[bytes]] = {}
     failed: list[Job] = []
     settled = done
@@ -255,13 +255,13 @@ def run_jobs(
                 del running[job]
                 settled += job.steps
                 if process.returncode == 0 and job.finished:
-                    display.finished(job.name, _final_loss(job))
+                    progress.finished(job.name, _final_loss(job))
                 else:
                     _note_exit(job, process.returncode)
                     failed.append(job)
-                    display.failed(job.name, failure(job.log))
-            progress = settled + sum(min(last_step(job.folder), job.steps) for job in running)
-            display.update(progress, [job.name for job in running])
+                    progress.failed(job.name, failure(job.log))
+            done = settled + sum(min(last_step(job.folder), job.steps) for job in running)
+            progress.update_runs(done, [job.name for job in running])
     return failed
 
 
@@ -333,14 +333,14 @@ def _first_runs(folder: StudyFolder, study: Study, base: Config) -> dict[str, Pa
     return runs
 
 
-def _write_skipping(folder: StudyFolder, study: Study, base: Config, display: StudyDisplay) -> None:
+def _write_skipping(folder: StudyFolder, study: Study, base: Config, progress: StudyProgress) -> None:
     """What it saves and costs not to compute what the gates weigh little, where they are learned."""
     path = folder.path / "skipping.json"
     told = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     for label, run in _first_runs(folder, study, base).items():
         if label in told or not can_skip(read_config(run).model):
             continue
-        display.say(f"measuring what skipping closed gates saves and costs: {label}")
+        progress.say(f"measuring what skipping closed gates saves and costs: {label}")
         found = gate_skipping(
             run,
             THRESHOLDS,
@@ -352,9 +352,9 @@ def _write_skipping(folder: StudyFolder, study: Study, base: Config, display: St
         files.write_json(path, told)
 
 
-def _write_gates(folder: StudyFolder, study: Study, base: Config, display: StudyDisplay) -> None:
+def _write_gates(folder: StudyFolder, study: Study, base: Config, progress: StudyProgress) -> None:
     """The gates of each variant's first finished run on the beginning of the validation split."""
-    display.say("reading the gates on a passage of held-out text")
+    progress.say("reading the gates on a passage of held-out text")
     runs = _first_runs(folder, study, base)
     told = gates_on_passage(runs, study.data.folder, base.train.context)
     files.write_text(folder.path / "gates.json", json.dumps(told, separators=(",", ":")) + "\n")
