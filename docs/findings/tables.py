@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from headgate.compare.statistics import Difference, compare, holm, interval
+from headgate.compare.statistics import Difference, holm, interval, paired_differences
 from headgate.compare.tables import loss_of, p_value, ratio, signed
 from headgate.files import write_text
 from headgate.report.publish import publish
@@ -103,7 +103,7 @@ def short() -> str:
 def against() -> str:
     """Every other mechanism against near-far."""
     all_losses = {label: losses(variant) for label, variant in variants("text").items()}
-    found = compare(all_losses.pop("near-far"), all_losses)
+    found = paired_differences(all_losses.pop("near-far"), all_losses)
     kept = [label for label, variant in variants("text").items() if variant["ablation"] is None]
     rows = [[name(label), *difference(found[label])] for label in kept if label in found]
     return markdown(["", "difference to near-far", "p"], rows)
@@ -116,7 +116,7 @@ def ablations() -> str:
     tested: dict[str, Difference] = {}
     parts = {label: variant["mechanism"] for label, variant in found.items() if variant["ablation"]}
     for label, whole in parts.items():
-        tested[label] = compare(losses(found[whole]), {label: losses(found[label])})[label]
+        tested[label] = paired_differences(losses(found[whole]), {label: losses(found[label])})[label]
     known = {label: one.p for label, one in tested.items() if one.p is not None}
     corrected = dict(zip(known, holm(list(known.values())), strict=True))
     rows = []
@@ -141,7 +141,7 @@ def test() -> str:
     """The text that nothing was chosen by."""
     told = json.loads((HERE / "text" / "test.json").read_text(encoding="utf-8"))["losses"]
     by_label = {label: {int(seed): loss for seed, loss in seeds.items()} for label, seeds in told.items()}
-    found = compare(by_label["full"], {label: seeds for label, seeds in by_label.items() if label != "full"})
+    found = paired_differences(by_label["full"], {label: seeds for label, seeds in by_label.items() if label != "full"})
     rows = []
     for label in sorted(by_label, key=lambda label: interval(list(by_label[label].values())).mean or 0.0):
         told_loss = loss_of({"runs": [], "loss": vars(interval(list(by_label[label].values())))})
@@ -153,7 +153,7 @@ def late() -> str:
     """After four times the tokens, against full attention and against near-far."""
     found, before = variants("late"), variants("text")
     to_ours = {label: losses(variant) for label, variant in found.items()}
-    ours = compare(to_ours.pop("near-far"), to_ours)
+    ours = paired_differences(to_ours.pop("near-far"), to_ours)
     rows = []
     for label, variant in found.items():
         known = before[label]["loss"]["mean"]

@@ -64,9 +64,9 @@ def collect(out: str | os.PathLike[str]) -> dict[str, Any]:
     seconds = {label: _seconds_per_token(label, labels[0], runs[label], costs, base) for label in labels}
     finals = {label: _losses(runs[label]) for label in labels}
     baseline, *others = labels
-    differences = statistics.compare(finals[baseline], {label: finals[label] for label in others})
+    differences = statistics.paired_differences(finals[baseline], {label: finals[label] for label in others})
     at_equal_seconds = _at_equal_seconds(runs, seconds, labels)
-    by_seconds = statistics.compare(
+    by_seconds = statistics.paired_differences(
         at_equal_seconds[baseline], {label: at_equal_seconds[label] for label in others}
     )
     variants = []
@@ -127,7 +127,7 @@ def against(results: Mapping[str, Any], label: str) -> dict[str, statistics.Diff
     if label not in losses:
         raise HeadgateError(f"the study has no variant {label!r}; {suggestion(label, losses)}")
     reference = losses.pop(label)
-    return statistics.compare(reference, losses)
+    return statistics.paired_differences(reference, losses)
 
 
 def _run(job: Job) -> dict[str, Any]:
