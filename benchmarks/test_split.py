@@ -12,7 +12,7 @@ from pathlib import Path
 
 from headgate.files import write_json
 from headgate.machine import keep_memory
-from headgate.report.collect import read_study
+from headgate.report.reading import read_results
 from headgate.train.evaluate import evaluate_run
 
 
@@ -30,7 +30,7 @@ def main() -> None:
     if options.out.exists():
         told = json.loads(options.out.read_text(encoding="utf-8"))
         losses = told["losses"] if told["tokens"] == options.tokens else {}
-    for variant in read_study(options.study)["variants"]:
+    for variant in read_results(options.study)["variants"]:
         if variant["ablation"] and not options.ablations:
             continue
         known = losses.setdefault(variant["label"], {})

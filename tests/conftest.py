@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from study_examples import asked, write_recipe
+from study_examples import asked, write_claims, write_recipe
 
 from headgate.config import Config, MechanismSpec, ModelConfig, TrainConfig
 from headgate.data.prepare import Request, prepare
@@ -97,11 +97,10 @@ def micro() -> Config:
 @pytest.fixture(scope="session")
 def study(data: Path, micro: Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished study with its costs and results."""
-    from headgate.compare.results import write_results
     from headgate.compare.study import run_study
 
     write_recipe(micro, data.parent)
+    write_claims(data.parent)
     out = tmp_path_factory.mktemp("study") / "study"
     assert run_study(*asked(out, data))
-    write_results(out)
     return out

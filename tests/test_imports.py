@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1] / "headgate"
 BASE = ["errors", "version", "files", "machine", "config", "registry"]
 TRAINED = [*BASE, "recipes", "ops", "mechanisms", "model", "train", "measure"]
 LINES = [
-    [*TRAINED, "compare"],
+    [*TRAINED, "papers", "compare"],
     [*TRAINED, "plan"],
     [*BASE, "data", "train", "measure", "compare"],
     [*BASE, "report"],
@@ -60,7 +60,7 @@ LIGHT = [
     "headgate.files",
     "headgate.machine",
     "headgate.recipes",
-    "headgate.compare.claims",
+    "headgate.papers.paper",
     "headgate.compare.statistics",
 ]
 

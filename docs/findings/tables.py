@@ -22,7 +22,7 @@ from typing import Any
 from headgate.compare.statistics import Difference, holm, interval, paired_differences
 from headgate.compare.tables import loss_of, p_value, ratio, signed
 from headgate.files import write_text
-from headgate.report.publish import publish
+from headgate.report.publish import publish_study
 
 HERE = Path(__file__).parent
 PAGES = (HERE.parent / "findings.md", HERE.parents[1] / "README.md")
@@ -237,7 +237,7 @@ def take(study: Path) -> None:
         for old in (HERE / part).glob("*.svg"):
             old.unlink()
         with tempfile.TemporaryDirectory() as folder:
-            for path in publish(study / part, folder):
+            for path in publish_study(study / part, folder):
                 if path.name in kept:
                     shutil.copy(path, HERE / part / path.name)
 

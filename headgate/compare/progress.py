@@ -52,8 +52,8 @@ class StudyDisplay:
 
     def finished(self, name: str, loss: float) -> None:
         self._settled += 1
-        told = f"validation loss {loss:.4f}" if math.isfinite(loss) else "its loss is not finite"
-        self.say(f"{self._settled} of {self._runs} {name}: {told}")
+        outcome = f"validation loss {loss:.4f}" if math.isfinite(loss) else "its loss is not finite"
+        self.say(f"{self._settled} of {self._runs} {name}: {outcome}")
 
     def failed(self, name: str, reason: str) -> None:
         self._settled += 1
