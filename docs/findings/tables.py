@@ -141,7 +141,9 @@ def test() -> str:
     """The text that nothing was chosen by."""
     told = json.loads((HERE / "text" / "test.json").read_text(encoding="utf-8"))["losses"]
     by_label = {label: {int(seed): loss for seed, loss in seeds.items()} for label, seeds in told.items()}
-    found = paired_differences(by_label["full"], {label: seeds for label, seeds in by_label.items() if label != "full"})
+    found = paired_differences(
+        by_label["full"], {label: seeds for label, seeds in by_label.items() if label != "full"}
+    )
     rows = []
     for label in sorted(by_label, key=lambda label: interval(list(by_label[label].values())).mean or 0.0):
         told_loss = loss_of({"runs": [], "loss": vars(interval(list(by_label[label].values())))})
