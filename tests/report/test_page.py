@@ -17,7 +17,7 @@ from headgate.report.page import page, write_page
 from headgate.report.publish import publish_study
 from headgate.report.reading import read_results
 
-FINDINGS = Path(__file__).parents[2] / "docs" / "findings"
+FINDINGS = Path(__file__).parents[2] / "studies" / "first" / "results"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
