@@ -113,7 +113,9 @@ def nsa(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     naive, block = fla("ops/nsa/naive.py"), m.options.block
     keys, values = block_means(k, block), block_means(v, block)
     weights, kept = [], []
-    for i in range(LENGTH):  # fla-core counts a query's own block as soon as it is complete: hand it over short
+    for i in range(
+        LENGTH
+    ):  # fla-core counts a query's own block as soon as it is complete: hand it over short
         n, row = i // block, [t[:, :, : i // block].transpose(1, 2) for t in (keys, values)]
         out = torch.zeros_like(q[:, :, i])
         if n:
