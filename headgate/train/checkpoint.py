@@ -56,9 +56,11 @@ class State:
     metrics_bytes: int | None = None
     """How long metrics.jsonl was at this step."""
     metrics_digest: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """What it was trained with."""
 
 
-LATER = {"digests", "metrics_bytes", "metrics_digest"}
+LATER = {"digests", "metrics_bytes", "metrics_digest", "config"}
 """What checkpoints of version 0.1 lack."""
 
 
@@ -107,6 +109,14 @@ def read_state(folder: Path) -> State:
     return state
 
 
+def refuse_other_settings(state: State, settings: Config, run: RunFolder) -> None:
+    """Raise if config.json is no longer what the checkpoint was trained with."""
+    if state.config and config.from_dict(Config, state.config) != settings:
+        raise HeadgateError(
+            f"{str(run.path / 'config.json')!r} is damaged: it is not what the checkpoints were trained with"
+        )
+
+
 def latest(run: RunFolder, asked: Config) -> tuple[State, Path | None, list[str]]:
     """The latest checkpoint that is whole, and a sentence about each later one that was damaged.
 
@@ -123,6 +133,7 @@ def latest(run: RunFolder, asked: Config) -> tuple[State, Path | None, list[str]
         except Damaged as error:
             damage.append(str(error))
             continue
+        refuse_other_settings(state, asked, run)
         for later in [s for s in saved_steps(run) if s > step]:
             aside = run.checkpoints / f"damaged-{later:08d}"
             _remove(aside)

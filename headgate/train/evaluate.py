@@ -207,6 +207,7 @@ def open_run(
     otherwise."""
     settings, record = read_config(run), read_data(run)
     folder = checkpoint.find(RunFolder(run), which)
+    checkpoint.refuse_other_settings(checkpoint.read_state(folder), settings, RunFolder(run))
     if data is None:
         trained_on = [open_split(record.folder, name, verify=False) for name in ("train", "val")]
         if describe_data(record.folder, *trained_on).fingerprint != record.fingerprint:

@@ -236,6 +236,7 @@ class Trainer:
             paths=dict(self._paths_told + (Counter(ops.paths_taken()) - self._paths_before)),
             threads=torch.get_num_threads(),
             processes=self.world.size,
+            config=config.to_dict(self.config),
         )
         checkpoint.save(self.folder, state, self.decoder, self.optimizer, self.world, keep=self.options.keep)
         self.saved_step, self._saved_at = state.step, time.monotonic()
@@ -414,8 +415,8 @@ def _refuse_too_large(model: ModelConfig, world: World, *, shard: bool) -> None:
     needed = 16 * parameters // (world.size if shard else 1)
     if needed > held:
         raise HeadgateError(
-            f"the model has {parameters:,} parameters, which take {needed / 1e9:,.0f} GB with their gradients and "
-            f"the optimiser's state, and {world.device} has {held / 1e9:,.0f} GB; headgate plan tells what fits"
+            f"the model has {parameters:,} parameters, which take {needed / 1e9:,.0f} GB with gradients and the "
+            f"optimiser's state, and {world.device} has {held / 1e9:,.0f} GB; headgate plan tells what fits"
         )
 
 
