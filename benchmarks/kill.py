@@ -1,13 +1,13 @@
-"""Kill prepare, train and compare with SIGKILL again and again, and see that nothing is lost but the work since
-the last note of progress.
+"""Kill prepare, train and compare with SIGKILL again and again, and see that nothing is lost but the work
+since the last note of progress.
 
     python benchmarks/kill.py --kills 1000
 
-After each kill all that a user could read must read, and no step, document or run that was saved may be gone; at
+After each kill all that a user could read must read, and no step or document that was saved may be gone; at
 its end every result must equal, bit for bit, the one that was never killed. Training saves at every step and
 prepare notes every chunk, so that many of the kills strike while files are being written. One process imports
-torch and forks all others, so that a start takes no time. A compare is killed with its runs, by turns all at once
-or the compare alone, whose runs then have to end by themselves.
+torch and forks all others, so that a start takes no time. A compare is killed by turns with all of its runs
+or alone, and its runs then have to end by themselves.
 """
 
 import argparse
@@ -194,9 +194,8 @@ def end_orphans(folder: Path) -> None:
 def _works_in(pid: int, folder: Path) -> bool:
     """Whether a process holds a file of the folder open."""
     try:
-        return any(
-            os.readlink(f"/proc/{pid}/fd/{fd}").startswith(str(folder)) for fd in os.listdir(f"/proc/{pid}/fd")
-        )
+        files = Path(f"/proc/{pid}/fd").iterdir()
+        return any(os.readlink(file).startswith(str(folder)) for file in files)
     except OSError:
         return False
 
@@ -233,7 +232,7 @@ def campaign(target: Target, home: Path, kills: int, draw: random.Random) -> str
             assert saved >= before, f"{before} were saved, and {saved} are left"
         assert target.result(folder) == expected, f"{folder.name} differs from what was never killed"
         results += 1
-    return f"{target.name}: {done} kills in {results} results, {in_writing} in the middle of writing; none lost"
+    return f"{target.name}: {done} kills over {results} results, {in_writing} while writing; nothing lost"
 
 
 def _children(pid: int) -> list[int]:

@@ -1,7 +1,7 @@
 """From a command's words to its arguments: tyro parses, and what it refuses becomes one sentence.
 
-tyro draws a box of many lines around a mistake. Here parsing is kept apart from running the command, so that the
-box can be caught and said again in the way of all other errors, with the closest option.
+tyro draws a box of many lines around a mistake. Here parsing is kept apart from running the command, so that
+the box can be caught and said again in the way of all other errors, with the closest option.
 """
 
 import dataclasses
@@ -87,7 +87,7 @@ def parse(command: Callable[..., None], name: str, words: Sequence[str]) -> Call
         os.environ.pop("COLUMNS", None)
         if before is not None:
             os.environ["COLUMNS"] = before
-    return typing.cast("Callable[[], None]", bound)
+    return bound
 
 
 def _settings_last(words: Sequence[str], known: dict[str, Option]) -> list[str]:
@@ -136,7 +136,8 @@ def _sentence(box: str, words: Sequence[str], name: str, known: dict[str, Option
     if found := re.match(r"Missing value for argument '(\S+)'", text):
         return f"{found[1]} has no value; see headgate {name} --help"
     if found := re.match(r"invalid choice '(.*)' for argument '(\S+)'\. Expected one of \((.*)\)", text):
-        return f"{found[2]} {found[1]!r} is not a choice; {suggestion(found[1], re.findall(r"'([^']*)'", found[3]))}"
+        choices = re.findall(r"'([^']*)'", found[3])
+        return f"{found[2]} {found[1]!r} is not a choice; {suggestion(found[1], choices)}"
     if found := re.match(r"Error parsing (\S+): (.*)", text):
         flag, reason = found[1], found[2]
         if flag in known:

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from headgate import config, files
@@ -27,6 +26,7 @@ from headgate.model.decoder import Decoder, header_of
 from headgate.model.tensors import Damaged, read_tensors, verify, write_tensors
 from headgate.train.distributed import World, fill, whole
 from headgate.train.folder import RunFolder
+from headgate.train.optim import Optimizer
 
 INIT_REMEDY = "leave the model's settings as they are, or change them first with headgate convert --mechanism"
 MODEL, TRAINING = "model.safetensors", "training.safetensors"
@@ -174,7 +174,7 @@ def save(
     run: RunFolder,
     state: State,
     decoder: Decoder,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     world: World,
     *,
     keep: int,
@@ -231,7 +231,7 @@ def _drop(run: RunFolder, state: State, keep: int) -> None:
             shutil.rmtree(doomed)
 
 
-def restore(folder: Path | None, decoder: Decoder, optimizer: torch.optim.Optimizer, world: World) -> None:
+def restore(folder: Path | None, decoder: Decoder, optimizer: Optimizer, world: World) -> None:
     """Fill the weights and the optimiser from the checkpoint that rank 0 gives, which `latest` has verified;
     every rank must call it."""
     remedy = "delete its folder to go on from the checkpoint before"
@@ -274,7 +274,7 @@ def _read(
     return tensors
 
 
-def _training_tensors(decoder: Decoder, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def _training_tensors(decoder: Decoder, optimizer: Optimizer) -> dict[str, Tensor]:
     return {
         f"{name}.{key}": tensor
         for name, parameter in decoder.named_parameters()

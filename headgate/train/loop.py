@@ -202,7 +202,7 @@ class Trainer:
             self.optimizer.step()
         elif self.options.on_nonfinite == "stop":
             self._refuse_nonfinite(number, loss_value, norm)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         tokens_of_step = train.batch_size * train.accumulation * train.context
         seconds = self._lap()
         self.state = replace(
@@ -415,8 +415,8 @@ def _refuse_too_large(model: ModelConfig, world: World, *, shard: bool) -> None:
     needed = 16 * parameters // (world.size if shard else 1)
     if needed > held:
         raise HeadgateError(
-            f"the model has {parameters:,} parameters, which take {needed / 1e9:,.0f} GB with gradients and the "
-            f"optimiser's state, and {world.device} has {held / 1e9:,.0f} GB; headgate plan tells what fits"
+            f"the model has {parameters:,} parameters, which take {needed / 1e9:,.0f} GB with gradients and "
+            f"optimiser, and {world.device} has {held / 1e9:,.0f} GB; headgate plan tells what fits"
         )
 
 

@@ -49,7 +49,15 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
         "--on-nonfinite": ["go", "", "Stop"],
         "--device": ["mps", "xpu", "cuda", "cuda:7", "gpu", "", "meta", "cpu0", "vulkan"],
         "--track": ["nothing", ""],
-        "--mechanism": ["nothing", "", "local:window=0.5", "local:window=x", "local:nothing=1", "local+", "local:"],
+        "--mechanism": [
+            "nothing",
+            "",
+            "local:window=0.5",
+            "local:window=x",
+            "local:nothing=1",
+            "local+",
+            "local:",
+        ],
         "--init": ["absent", "{empty}", "{file}", "{pipe}", "{binary}", ""],
         "--override": ["x", "nothing=1", "train.nothing=1"],
     },
@@ -307,7 +315,10 @@ def rows() -> list[str]:
                 words = base.split()
                 del words[words.index(option) : words.index(option) + 2]
                 base = " ".join(words)
-            found += [f"{base} {option} {json.dumps(value) if ' ' in value or not value else value}" for value in values]
+            found += [
+                f"{base} {option} {json.dumps(value) if ' ' in value or not value else value}"
+                for value in values
+            ]
     found += [f"{SOUND['train']} {json.dumps(setting)}" for setting in SETTINGS]
     return found
 
@@ -333,7 +344,10 @@ def places(
     (home / "taken" / "diary.txt").write_text("mine")
     os.mkfifo(home / "pipe.txt")
     names = {"text": "text.jsonl", "binary": "binary.safetensors", "deep": "deep.json", "pipe": "pipe.txt"}
-    paths = {name: home / names.get(name, name) for name in ("text", "file", "binary", "deep", "empty", "taken", "pipe")}
+    paths = {
+        name: home / names.get(name, name)
+        for name in ("text", "file", "binary", "deep", "empty", "taken", "pipe")
+    }
     shutil.copytree(whole, home / "run")
     return paths | {"tmp": home, "data": data, "run": home / "run", "recipe": recipe, "study": home / "run"}
 

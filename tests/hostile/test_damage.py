@@ -66,7 +66,9 @@ def test_a_damaged_model_is_not_used(name: str, damage: str, stopped: Path, whol
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("name", ["config.json", "data.json", f"{CHECKPOINT}/model.safetensors", f"{CHECKPOINT}/state.json"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "data.json", f"{CHECKPOINT}/model.safetensors", f"{CHECKPOINT}/state.json"]
+)
 def test_a_damaged_run_is_not_evaluated(name: str, damage: str, stopped: Path, whole: Path) -> None:
     DAMAGES[damage](stopped / name)
     answer = attempt("evaluate", stopped, "--tokens", "24", "--json")
@@ -91,7 +93,9 @@ def test_damaged_data_is_found_by_check_and_before_training(
 
 
 @pytest.mark.parametrize("name", OF_A_RUN)
-def test_a_file_behind_a_link_is_read_and_not_written_to(name: str, stopped: Path, recipe: Path, data: Path) -> None:
+def test_a_file_behind_a_link_is_read_and_not_written_to(
+    name: str, stopped: Path, recipe: Path, data: Path
+) -> None:
     as_link(stopped / name)
     outside = (stopped / name).resolve()
     before = outside.read_bytes()
@@ -170,7 +174,10 @@ def test_a_manifest_that_contradicts_itself_or_the_folder(
     if "unknown" in change:
         change = {"request": lambda request: request, "headgate": 5}
     edit(tmp_path / "data" / "manifest.json", change)
-    for words in (("prepare", "--check", tmp_path / "data"), ("train", recipe, "--data", tmp_path / "data", "--out", tmp_path / "run")):
+    for words in (
+        ("prepare", "--check", tmp_path / "data"),
+        ("train", recipe, "--data", tmp_path / "data", "--out", tmp_path / "run"),
+    ):
         assert_refused(attempt(*words))
     assert not (tmp_path / "run").exists()
 
@@ -209,7 +216,9 @@ def test_a_state_that_is_not_that_of_its_checkpoint(
         assert_refused(answer)
 
 
-def test_without_a_manifest_check_uses_the_tokenizer_beside_it(data: Path, recipe: Path, tmp_path: Path) -> None:
+def test_without_a_manifest_check_uses_the_tokenizer_beside_it(
+    data: Path, recipe: Path, tmp_path: Path
+) -> None:
     import numpy as np
 
     shutil.copytree(data, tmp_path / "data")

@@ -44,7 +44,9 @@ def test_what_a_run_adds_to(kind: str, name: str, stopped: Path, outside: Path) 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["checkpoints", "checkpoints/step-00000003", "checkpoints/.step-00000003.tmp"])
+@pytest.mark.parametrize(
+    "name", ["checkpoints", "checkpoints/step-00000003", "checkpoints/.step-00000003.tmp"]
+)
 def test_folders_of_a_run(kind: str, name: str, stopped: Path, outside: Path) -> None:
     if kind == "folder" and not name.endswith(".tmp"):
         pytest.skip("an empty folder of that name is what a run begins with")
@@ -95,7 +97,16 @@ def half(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "name", [".lock", "keys.tmp", "train", "val", "train/00000.ds.tmp", "train/00000.ds.index.tmp", "train/00001.ds.tmp"]
+    "name",
+    [
+        ".lock",
+        "keys.tmp",
+        "train",
+        "val",
+        "train/00000.ds.tmp",
+        "train/00000.ds.index.tmp",
+        "train/00001.ds.tmp",
+    ],
 )
 def test_what_prepare_adds_to(kind: str, name: str, half: Path, tmp_path: Path, outside: Path) -> None:
     shutil.copytree(half, tmp_path, dirs_exist_ok=True)
