@@ -172,7 +172,9 @@ def test_commands_within_sentences_exist_with_their_options(page: Path) -> None:
 @each_page
 def test_scripts_targets_and_tests_that_a_page_names_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    makefile = "".join(p.read_text(encoding="utf-8") for p in (ROOT / "Makefile", *ROOT.glob("*/*.mk")))
+    makefile = "".join(
+        p.read_text(encoding="utf-8") for p in (ROOT / "Makefile", *ROOT.glob("studies/*/*.mk"))
+    )
     for target in re.findall(r"(?:`|    )make ([a-z][a-z-]*)", text):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"make {target} does not exist"
     for script, rest in re.findall(r"python ((?:benchmarks|docs|studies)/[\w/]+\.py)([^`\n]*)", text):
