@@ -25,6 +25,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -252,7 +253,7 @@ def main() -> None:
     given = parser.parse_args()
     draw = random.Random(given.seed)
     workers.CHUNK_CHARACTERS, preparing.COMMIT_SECONDS = 2000, 0.0
-    study.subprocess.Popen = ForkedRun  # type: ignore[attr-defined,misc]
+    study.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": ForkedRun})  # type: ignore[attr-defined]
     with tempfile.TemporaryDirectory() as name:
         home = Path(name).resolve()
         asked = settings(given.steps)

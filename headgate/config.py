@@ -242,8 +242,8 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "save_every", "keep", "log_every")
-        if not self.save_minutes > 0:
-            raise HeadgateError(f"save_minutes={self.save_minutes} must be above 0")
+        if not 0 < self.save_minutes < math.inf:
+            raise HeadgateError(f"save_minutes={self.save_minutes} must be above 0, and finite")
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,7 @@ class StudyOptions:
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "seeds", "jobs", "threads")
-        if not self.cost_seconds > 0:
+        if not 0 < self.cost_seconds < math.inf:
             raise HeadgateError(f"cost_seconds={self.cost_seconds} is no time to measure; give some above 0")
         parts = self.lengths.split(",") if self.lengths else []
         if not all(part.strip().isdecimal() and int(part) for part in parts):
@@ -389,7 +389,7 @@ def _join(where: str, key: str) -> str:
 def _literal(text: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # no JSON, a number of too many digits, or nested too deep
         return text.strip()
 
 
@@ -454,7 +454,8 @@ def _checked(value: Any, hint: Any, where: str) -> Any:
         return float(value)
     elif isinstance(value, hint) and isinstance(value, bool) == (hint is bool):
         return value
-    expected = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(
-        hint, str(hint)
-    )
-    raise HeadgateError(f"{where}={value!r} is a {type(value).__name__}; expected {expected}")
+    expected = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(hint)
+    if expected is None:
+        expected = f"an object of its {hint.__name__}" if dataclasses.is_dataclass(hint) else str(hint)
+    shown = repr(value) if len(repr(value)) < 200 else f"{repr(value)[:200]}..."
+    raise HeadgateError(f"{where}={shown} is a {type(value).__name__}; expected {expected}")

@@ -1,13 +1,13 @@
 """The command line: thin subcommands; whatever is heavy is imported inside them."""
 
 import inspect
-import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from headgate.cli.arguments import parse
+from headgate.cli.exits import exit_codes
 from headgate.config import RunOptions, StudyOptions
 from headgate.errors import HeadgateError, suggestion
 from headgate.version import __version__
@@ -436,8 +436,6 @@ def _write_report(folder: str, *, whole: bool = True, against: str | None = None
         sys.exit(1)
 
 
-SETTING = re.compile(r"[a-z_]+(\.[a-z_]+)*=")
-"""A word such as train.steps=100, which may stand anywhere among a command's own."""
 COMMANDS: dict[str, Callable[..., None]] = {
     "mechanisms": mechanisms,
     "prepare": prepare,
@@ -479,24 +477,9 @@ def run(arguments: Sequence[str]) -> None:
     name, *rest = arguments
     if name not in COMMANDS:
         raise HeadgateError(f"unknown command {name!r}; {suggestion(name, COMMANDS)}")
-    import tyro
-
-    settings: tuple[Any, ...] = (tyro.conf.OmitArgPrefixes,)
-    if "override" in inspect.signature(COMMANDS[name]).parameters:
-        rest = [part for word in rest for part in (("--override", word) if SETTING.match(word) else (word,))]
-        settings += (tyro.conf.UseAppendAction,)  # each such word is one of several
-    tyro.cli(COMMANDS[name], prog=f"headgate {name}", args=rest, config=settings)
+    parse(COMMANDS[name], name, rest)()
 
 
 def main() -> None:
-    try:
+    with exit_codes():
         run(sys.argv[1:])
-    except HeadgateError as error:
-        rank = os.environ.get("RANK", "0")  # under torchrun, most errors are those of every process
-        print(f"headgate{'' if rank == '0' else f' (rank {rank})'}: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("headgate: interrupted", file=sys.stderr)
-        sys.exit(130)
-    except BrokenPipeError:
-        sys.stderr.close()  # the reader has left, as `| head` does; nothing is wrong here

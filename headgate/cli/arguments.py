@@ -19,7 +19,6 @@ from headgate.errors import HeadgateError, suggestion
 
 SETTING = re.compile(r"[a-z_]+(\.[a-z_]+)*=")
 """A word such as train.steps=100; it may stand anywhere after the command."""
-KINDS = {"INT": "a whole number", "FLOAT": "a number"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +81,10 @@ def parse(command: Callable[..., None], name: str, words: Sequence[str]) -> Call
     except SystemExit as stop:
         if not stop.code:
             raise
-        raise HeadgateError(_sentence(said.getvalue(), words, name, known)) from None
+        parameters = inspect.signature(command).parameters.values()
+        bare = [p for p in parameters if p.kind == p.POSITIONAL_ONLY and p.default is p.empty]
+        needed = [parameter.name.upper() for parameter in bare]
+        raise HeadgateError(_sentence(said.getvalue(), words, name, known, needed)) from None
     finally:
         os.environ.pop("COLUMNS", None)
         if before is not None:
@@ -98,6 +100,8 @@ def _settings_last(words: Sequence[str], known: dict[str, Option]) -> list[str]:
     rest: list[str] = []
     settings: list[str] = []
     is_value = False
+    if any(word == "--override" and (not after or after.startswith("-")) for word, after in _pairs(words)):
+        raise HeadgateError("--override has no value; write it as train.steps=100")
     for word in words:
         flag = _flag(word)
         if flag == "--override":
@@ -124,9 +128,11 @@ def _refuse_twice(words: Sequence[str], known: dict[str, Option]) -> None:
         raise HeadgateError(f"{twice} is given twice; keep one of them")
 
 
-def _sentence(box: str, words: Sequence[str], name: str, known: dict[str, Option]) -> str:
-    """What a box says, in one sentence."""
-    lines = [line.strip("╭╮╰╯│─ \t") for line in box.splitlines()]
+def _sentence(
+    box: str, words: Sequence[str], name: str, known: dict[str, Option], needed: Sequence[str]
+) -> str:
+    """What a box says, in one sentence; `needed` are the words that a command cannot do without."""
+    lines = [line.strip("╭╮╰╯│─ \t") for line in box.splitlines() if line.strip("╭╮╰╯│─- \t")]
     text = next((line for line in lines[1:] if line), "the words do not fit") if lines else box
     if found := re.match(r"Unrecognized options: (\S+?)(,|$)", text):
         word = found[1]
@@ -144,14 +150,19 @@ def _sentence(box: str, words: Sequence[str], name: str, known: dict[str, Option
             return f"{flag} {_value(words, flag)!r} does not fit; expected {known[flag].expected}"
         return reason if not flag.startswith("-") else f"{flag}: {reason}"
     if text.startswith("Missing from"):
-        missing = [line.split()[0] for line in lines[2:] if re.match(r"--\S+|[A-Z_]+ |[A-Z]+$", line)]
-        return f"headgate {name} needs {missing[0] if missing else 'more words'}; see headgate {name} --help"
+        missing = next((line.split()[0] for line in lines[2:] if line.startswith("--")), " ".join(needed))
+        return f"headgate {name} needs {missing}; see headgate {name} --help"
     return text
+
+
+def _pairs(words: Sequence[str]) -> list[tuple[str, str]]:
+    """Each word with the one after it."""
+    return list(zip(words, [*words[1:], ""], strict=True))
 
 
 def _value(words: Sequence[str], flag: str) -> str:
     """The word that was given for an option."""
-    for word, after in zip(words, [*words[1:], ""], strict=True):
+    for word, after in _pairs(words):
         if _flag(word) == flag:
             return word.partition("=")[2] if "=" in word else after
     return ""

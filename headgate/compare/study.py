@@ -96,7 +96,7 @@ class Job:
 
 class StudyFolder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = files.named(path, "the study folder")
 
     @property
     def begun(self) -> bool:
@@ -111,7 +111,7 @@ class StudyFolder:
 
     def write(self, study: Study, base: Config) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / "logs").mkdir(exist_ok=True)
+        files.own_folder(self.path / "logs")
         config.save(base, self.path / "config.json")
         config.save(study, self.path / "study.json")
 
@@ -267,9 +267,10 @@ def run_jobs(
 
 def _start(job: Job, folder: Path, study: Study, base: Config) -> subprocess.Popen[bytes]:
     environment = os.environ | {"OMP_NUM_THREADS": str(study.threads), "PYTHONUNBUFFERED": "1"}
-    job.folder.parent.mkdir(parents=True, exist_ok=True)
     words = job.command(folder, study.data.folder, base)
-    with job.log.open("wb") as log:
+    for folder_of_it in (job.folder.parents[1], job.folder.parent):
+        files.own_folder(folder_of_it)
+    with files.open_new(job.log) as log:
         # A session of its own, so that Ctrl-C reaches this process alone, which then stops the runs in order.
         return subprocess.Popen(
             [sys.executable, "-m", "headgate.compare.run_process", str(os.getpid()), *words],
@@ -307,7 +308,7 @@ def _children(running: Mapping[Job, subprocess.Popen[bytes]]) -> Iterator[None]:
 def _note_exit(job: Job, code: int) -> None:
     """A process that was killed has not said so itself."""
     if code < 0:
-        with job.log.open("ab") as log:
+        with files.open_own(job.log) as log:
             log.write(f"\nthe process was ended by {signal.Signals(-code).name}\n".encode())
 
 

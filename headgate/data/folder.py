@@ -59,7 +59,8 @@ class Progress:
 
 def is_finished(folder: Path) -> bool:
     """Whether nothing is left to do in it, not even to clear away."""
-    return os.path.exists(folder / "manifest.json") and not os.path.exists(folder / "progress.json")
+    left = any(os.path.exists(folder / name) for name in ("progress.json", ".lock"))
+    return os.path.exists(folder / "manifest.json") and not left
 
 
 @contextmanager

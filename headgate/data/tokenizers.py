@@ -39,6 +39,8 @@ class Tokenizer:
     def __init__(self, definition: str, *, end_of_text: str | None = None) -> None:
         import tokenizers
 
+        if end_of_text == "":
+            raise HeadgateError("the token that ends a text is an empty name; name one with --end-of-text")
         try:
             self._inner = tokenizers.Tokenizer.from_str(definition)
         except Exception as error:  # the library raises Exception itself

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ import pytest
 from headgate import cli
 
 SECONDS = 120
-"""After which a command counts as hanging; a machine may be busy, and no case takes more than two by itself."""
+"""After which a command counts as hanging; none takes more than two on a machine that is free."""
 OUTSIDE = b"precious\n" * 40
 
 
@@ -109,7 +110,7 @@ def writing(text: str | bytes) -> Callable[[Path], None]:
 
 
 DAMAGES: dict[str, Callable[[Path], None]] = {
-    **{f"flip-{n}": (lambda n: lambda path: flip(path, n / 8 + 0.01, n % 7))(n) for n in range(8)},
+    **{f"flip-{n}": partial(flip, share=n / 8 + 0.01, bit=n % 7) for n in range(8)},
     "cut-half": lambda path: cut(path, 0.5),
     "cut-end": lambda path: cut(path, 0.99),
     "empty": writing(b""),

