@@ -456,6 +456,6 @@ def _checked(value: Any, hint: Any, where: str) -> Any:
         return value
     expected = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(hint)
     if expected is None:
-        expected = f"an object of its {hint.__name__}" if dataclasses.is_dataclass(hint) else str(hint)
+        expected = "an object of settings" if dataclasses.is_dataclass(hint) else str(hint)
     shown = repr(value) if len(repr(value)) < 200 else f"{repr(value)[:200]}..."
     raise HeadgateError(f"{where}={shown} is a {type(value).__name__}; expected {expected}")

@@ -157,7 +157,7 @@ def _sentence(
 
 def _pairs(words: Sequence[str]) -> list[tuple[str, str]]:
     """Each word with the one after it."""
-    return list(zip(words, [*words[1:], ""], strict=True))
+    return list(zip(words, [*words[1:], ""], strict=False))
 
 
 def _value(words: Sequence[str], flag: str) -> str:

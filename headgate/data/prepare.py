@@ -162,9 +162,9 @@ def _refuse_another(
 def _listed(path: Path) -> list[tuple[str, int]]:
     """Names and sizes of the files that the source had."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = files.read_text(path).splitlines()
         return [(entry["name"], entry["size"]) for entry in map(json.loads, lines)]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise HeadgateError(f"{path} is damaged; {shards.AGAIN}") from error
 
 
@@ -174,7 +174,7 @@ def _tokenizer(
     """The tokenizer of the folder; made, and kept there, unless it was before, as its closing token tells."""
     path = folder / "tokenizer.json"
     if end_of_text:
-        return Tokenizer(path.read_text(encoding="utf-8"), end_of_text=end_of_text)
+        return Tokenizer.of_file(path, end_of_text=end_of_text)
     if request.tokenizer.startswith("bpe:"):
         display.say(f"training {request.tokenizer} on the training split")
     limit = min(TRAINING_BYTES, 4 * (request.max_tokens or TRAINING_BYTES))

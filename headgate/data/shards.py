@@ -535,7 +535,7 @@ def _reading(path: Path) -> Iterator[None]:
 def _read_metadata(path: Path) -> tuple[int, int]:
     """The bytes a token and the count of tokens that datatrove noted."""
     try:
-        first, second = path.read_text(encoding="utf-8").splitlines()[:2]
+        first, second = files.read_text(path).splitlines()[:2]
         width, count = int(first.rpartition("|")[2]), int(second)
     except (ValueError, UnicodeDecodeError) as error:
         raise HeadgateError(

@@ -1,5 +1,5 @@
-"""Every file we write, damaged in every way: the command refuses in one sentence, or its result is exactly that
-of the undamaged one. Nothing in between: no other numbers, no traceback, no hang."""
+"""Every file we write, damaged in every way: the command refuses in one sentence, or its result is exactly
+that of the undamaged one. Nothing in between: no other numbers, no traceback, no hang."""
 
 import shutil
 from pathlib import Path
