@@ -112,7 +112,7 @@ def by_plan(text: str, *, recipe: str, capsys: Any, **given: Any) -> tuple[Mecha
 
 def by_bench(text: str, *, out: Path, **given: Any) -> tuple[MechanismSpec, ...]:
     figures = out.with_suffix(".json")
-    words = ["--heads", "1", "--head-dim", "8", "--seconds", "0", "--no-peers", "--no-memory"]
+    words = ["--heads", "1", "--head-dim", "8", "--seconds", "0.001", "--no-peers", "--no-memory"]
     run(["bench", "--mechanisms", text, "--lengths", "8,16", "--json", str(figures), *words])
     measured = json.loads(figures.read_text())["figures"]
     assert {figure["length"] for figure in measured if figure["name"] == text} == {8, 16}

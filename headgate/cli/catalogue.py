@@ -22,7 +22,10 @@ def mechanisms(name: str | None = None, /) -> None:
     if name is None:
         print_all()
     else:
+        from headgate.mechanisms.contract import make_options
+
         for spec in parse_mechanisms(name):
+            make_options(spec.name, spec.options)  # what no option can be is refused here as elsewhere
             print_one(spec.name)
 
 
