@@ -4,11 +4,12 @@ from headgate.ops.active import active_attention, among_active
 from headgate.ops.blocks import block_selected_attention, selection_recall
 from headgate.ops.combiner import combiner_attention
 from headgate.ops.dispatch import explain, paths_taken
-from headgate.ops.distance import distance_biased_attention
 from headgate.ops.pair_gate.op import pair_gated_attention
 from headgate.ops.span.op import (
     attention,
+    biased_attention,
     causal_attention,
+    distance_biased_attention,
     far_attention,
     span_attention,
     window_attention,
@@ -22,6 +23,7 @@ __all__ = [
     "active_attention",
     "among_active",
     "attention",
+    "biased_attention",
     "block_selected_attention",
     "causal_attention",
     "combiner_attention",

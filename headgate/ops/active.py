@@ -88,7 +88,7 @@ def _native(
     q: Tensor, k: Tensor, v: Tensor, active: Tensor, span: Span, ring_log_weight: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3])
-    native.forward(q, k, v, ring_log_weight, span.numbers(), out, lse, active.contiguous())
+    native.forward(q, k, v, ring_log_weight, None, None, span.numbers(), out, lse, active.contiguous())
     return out, lse
 
 
