@@ -79,14 +79,10 @@ study-long: $(READY)
 		train.context=8192 train.steps=24 train.warmup_steps=3 train.evaluate_every=12 train.evaluate_tokens=65536 \
 		$(SETTINGS)
 
-# Half of the tests run beside the other half, which takes little more than half of the time on two cores.
-BESIDE ?= tests/data tests/train tests/study tests/report
-OTHERS ?= $(addprefix --ignore=,$(BESIDE))
+# A worker a core; `make test TESTS="tests/ops -k window"` runs a part.
+TESTS ?=
 test: $(READY)
-	@$(BIN)/python -m pytest $(BESIDE) > .beside.txt 2>&1 & beside=$$!; \
-	$(BIN)/python -m pytest $(OTHERS); others=$$?; \
-	wait $$beside; besides=$$?; cat .beside.txt; rm -f .beside.txt; \
-	[ $$others = 0 ] && [ $$besides = 0 ]
+	$(BIN)/python -m pytest -n logical --dist worksteal $(TESTS)
 
 # For a machine with a GPU: the contract on the device, then times against other attentions. Writes
 # gpu-report.json and gpu-report.md. Without a GPU it says so and ends with code 2.

@@ -12,7 +12,7 @@ import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from headgate.errors import HeadgateError, suggestion
 from headgate.files import write_json
@@ -69,8 +69,12 @@ class ModelConfig:
     qkv_bias: bool = False
     """Bias on the query, key and value projections (Qwen2)."""
     tied_embeddings: bool = True
-    embedding_deviation: float = 0.02
-    """Standard deviation of the embedding's first values; that of all other matrices is 0.02."""
+    """Whether the head is the embedding; a scaled start needs a head of its own."""
+    start: Literal["qwen", "scaled"] = "qwen"
+    """First values of the weights. qwen: matrices normal 0.02. scaled: embedding normal 1, output and down
+    projections 0, other matrices normal 1/sqrt(inputs), so that attention does not drown the token."""
+    embedding_deviation: float | None = None
+    """Standard deviation of the embedding's first values; the start's own when null."""
     rope_theta: float = 1e6
     norm_eps: float = 1e-6
 
@@ -83,9 +87,14 @@ class ModelConfig:
             raise HeadgateError(
                 f"head_dim={self.head_dim} is odd; RoPE turns pairs of dimensions, so choose an even one"
             )
-        if not self.embedding_deviation > 0:
+        if self.embedding_deviation is not None and not self.embedding_deviation > 0:
             raise HeadgateError(
                 f"embedding_deviation={self.embedding_deviation} is too small; it must be above 0"
+            )
+        if self.start == "scaled" and self.tied_embeddings:
+            raise HeadgateError(
+                "start='scaled' with tied_embeddings=true would make every token predict itself; "
+                "set model.tied_embeddings=false"
             )
         if not self.mechanism:
             raise HeadgateError("mechanism=[] names no mechanism; give at least one, such as 'full'")
@@ -98,6 +107,9 @@ class ModelConfig:
 class TrainConfig:
     """How a model is trained; the batch of one optimiser step is batch_size * accumulation sequences."""
 
+    renamed: ClassVar[Mapping[str, str]] = {"gate_learning_rate": "mechanism_rate"}
+    """Older names of settings, which saved configs may still hold -> the names they have now."""
+
     context: int
     """Tokens of a training sequence."""
     batch_size: int
@@ -108,18 +120,34 @@ class TrainConfig:
     """Peak learning rate."""
     accumulation: int = 1
     """Forward passes whose gradients make one step."""
-    schedule: Literal["cosine", "constant"] = "cosine"
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: for the matrices of the layers, at a rate matched to AdamW's; AdamW for all else."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """How the learning rate falls after the warm-up."""
     warmup_steps: int = 0
+    warmup_share: float = 0.0
+    """The warm-up as a share of the steps, in place of their number."""
     final_learning_rate: float = 0.0
-    """Where the cosine ends, as a share of the peak."""
+    """Where the schedule ends, as a share of the peak."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """Of AdamW: how much of its two averages each step keeps."""
+    momentum: float = 0.95
+    """Of Muon."""
     eps: float = 1e-8
     weight_decay: float = 0.1
-    """On matrices alone."""
+    """On matrices alone; the rates below leave it as it is."""
     clip: float = 1.0
     """Largest norm of the gradient."""
-    gate_learning_rate: float = 1.0
-    """Learning rate of a mechanism's own parameters, as a multiple of the others'."""
+    embedding_rate: float = 1.0
+    """Learning rate of the embedding, as a multiple of train.learning_rate; the others likewise."""
+    query_key_rate: float = 1.0
+    value_rate: float = 1.0
+    attention_output_rate: float = 1.0
+    """Of the output projection. From a scaled start it acts as a multiplier of attention's output."""
+    mlp_rate: float = 1.0
+    head_rate: float = 1.0
+    mechanism_rate: float = 1.0
+    """Of a mechanism's own parameters."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Of the arithmetic; bf16 is autocast, and the weights stay fp32."""
     evaluate_every: int = 500
@@ -136,10 +164,34 @@ class TrainConfig:
         require_at_least(
             self, 1, "context", "batch_size", "steps", "accumulation", "evaluate_every", "evaluate_tokens"
         )
-        require_at_least(self, 0, "warmup_steps", "weight_decay", "gate_learning_rate", "final_learning_rate")
+        require_at_least(self, 0, "warmup_steps", "weight_decay", "final_learning_rate")
         for name in ("learning_rate", "eps", "clip"):
             if not getattr(self, name) > 0:
                 raise HeadgateError(f"{name}={getattr(self, name)} must be above 0")
+        require_at_least(self, 0, *(f.name for f in dataclasses.fields(self) if f.name.endswith("_rate")))
+        for name, value in (
+            ("betas", max(self.betas)),
+            ("betas", min(self.betas)),
+            ("momentum", self.momentum),
+        ):
+            if not 0 <= value < 1:
+                raise HeadgateError(
+                    f"{name}={getattr(self, name)} is out of range; expected at least 0 and below 1"
+                )
+        if not 0 <= self.warmup_share < 1:
+            raise HeadgateError(
+                f"warmup_share={self.warmup_share} is out of range; expected a share from 0 to below 1"
+            )
+        if self.warmup_steps and self.warmup_share:
+            raise HeadgateError(
+                f"warmup_steps={self.warmup_steps} and warmup_share={self.warmup_share} both set the "
+                "length of the warm-up; set one of them to 0"
+            )
+
+    @property
+    def warmup(self) -> int:
+        """Steps of the warm-up."""
+        return self.warmup_steps or round(self.warmup_share * self.steps)
 
 
 @dataclass(frozen=True)
@@ -254,6 +306,8 @@ def from_dict(cls: type[T], values: Mapping[str, Any], *, where: str = "") -> T:
     """Build the dataclass `cls` from plain values; `where` is the dotted path that errors name."""
     hints = typing.get_type_hints(cls)
     known = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    renamed: Mapping[str, str] = getattr(cls, "renamed", {})
+    values = {renamed.get(key, key): value for key, value in values.items()}
     for key in values:
         if key not in known:
             raise HeadgateError(f"unknown key {_join(where, key)!r}; {suggestion(key, known)}")

@@ -6,11 +6,16 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+# Two workers share two cores, so every process of the suite computes on one thread; a test about threads sets
+# its own number. PyTorch reads this when it is first imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+from filelock import FileLock
 from study_examples import asked, write_recipe
 
 from headgate.config import Config, MechanismSpec, ModelConfig, TrainConfig
@@ -52,19 +57,42 @@ def poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+Share = Callable[[str, Callable[[Path], None]], Path]
+
+
+@pytest.fixture(scope="session")
+def share(tmp_path_factory: pytest.TempPathFactory) -> Share:
+    """A folder that all workers use and one of them makes, the first that asks for it; the others wait."""
+    base = tmp_path_factory.getbasetemp()
+    common = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def shared(name: str, make: Callable[[Path], None]) -> Path:
+        home = common / f"shared-{name}"
+        with FileLock(common / f".{name}.lock"):
+            if not (home / "made").exists():
+                home.mkdir()  # an error if another worker failed to make it
+                make(home)
+                (home / "made").touch()
+        return home
+
+    return shared
+
+
 WORDS = ["the", "gate", "at", "head", "of", "a", "channel", "sets", "how", "much", "water", "goes", "down"]
 
 
 @pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(share: Share) -> Path:
     """A prepared folder of short texts."""
-    home = tmp_path_factory.mktemp("train-data")
-    source, draw = home / "texts.jsonl", random.Random(0)
-    with source.open("w") as file:
-        for _ in range(160):
-            file.write(json.dumps({"text": " ".join(draw.choices(WORDS, k=draw.randint(20, 80)))}) + "\n")
-    prepare(Request(str(source), tokenizer="byte"), home / "shards", workers=1)
-    return home / "shards"
+
+    def make(home: Path) -> None:
+        source, draw = home / "texts.jsonl", random.Random(0)
+        with source.open("w") as file:
+            for _ in range(160):
+                file.write(json.dumps({"text": " ".join(draw.choices(WORDS, k=draw.randint(20, 80)))}) + "\n")
+        prepare(Request(str(source), tokenizer="byte"), home / "shards", workers=1)
+
+    return share("data", make) / "shards"
 
 
 @pytest.fixture(scope="session")
@@ -95,13 +123,14 @@ def micro() -> Config:
 
 
 @pytest.fixture(scope="session")
-def study(data: Path, micro: Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def study(data: Path, micro: Config, share: Share) -> Path:
     """A finished study with its costs and results."""
     from headgate.compare.results import write_results
     from headgate.compare.study import run_study
 
-    write_recipe(micro, data.parent)
-    out = tmp_path_factory.mktemp("study") / "study"
-    assert run_study(*asked(out, data))
-    write_results(out)
-    return out
+    def make(home: Path) -> None:
+        write_recipe(micro, data.parent)
+        assert run_study(*asked(home / "study", data))
+        write_results(home / "study")
+
+    return share("study", make) / "study"

@@ -140,7 +140,7 @@ def training_step(decoder: Decoder, train: TrainConfig, length: int) -> Callable
         loss.backward()
         clip_gradients(parameters, gradient_norm(parameters), train.clip)
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
         _wait(where)
 
     return step

@@ -1,4 +1,4 @@
-"""combiner: the own block exactly, every earlier block by one summary (Combiner, arXiv 2107.05768).
+"""combiner: a query's own block exactly, each earlier one as a summary (Combiner, arXiv 2107.05768).
 
     one softmax over   q_i . k_j / sqrt(D)   for the keys j <= i of the query's own block
                        q_i . m_b / sqrt(D)   for every earlier block b

@@ -1,4 +1,4 @@
-"""context-adaptive: a gate mixes a window of learned width with top-k (Context-Adaptive Attention, CAA).
+"""context-adaptive: a gate mixes a window of learned width with top-k keys (CAA, aardXiv 2510.00076).
 
     g_i = sigmoid(MLP(RMSNorm(x_i)))                  one value per head; the MLP goes C -> C/4 -> H
     out_i^h = g_i^h * local_i^h + (1 - g_i^h) * global_i^h

@@ -1,4 +1,4 @@
-"""dynamic-sparse: a window and a learned gate per head (Dynamic Sparse Attention).
+"""dynamic-sparse: a window and a learned gate per head (Dynamic Sparse Attention, aardXiv 2510.00061).
 
     g_i = sigmoid(W_g x_i + b_g)                      one value per head
     A(i) = all j <= i          while i < dense_prefix

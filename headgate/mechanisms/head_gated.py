@@ -1,4 +1,4 @@
-"""head-gated: a learned gate per head mixes a local window with global attention (Learned Head Gating).
+"""head-gated: a gate per head mixes a window with global attention (Learned Head Gating, aardXiv 2510.00093).
 
     g_i = sigmoid(W_g x_i + b_g)                      one value per head
     out_i^h = g_i^h * local_i^h + (1 - g_i^h) * global_i^h

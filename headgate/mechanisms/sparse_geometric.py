@@ -1,4 +1,4 @@
-"""sparse-geometric: every pair's logit scaled and gated (Adaptive Sparse-Geometric Attention, ASGA).
+"""sparse-geometric: every pair's logit is scaled and gated (ASGA, aardXiv 2510.00090).
 
     s_ij^h = sigmoid(w_2^h . GELU(W_1q^h LN(q_i^h) + W_1k^h LN(k_j^h) + b_1^h) + b_2^h)
     a_ij^h = softplus(gamma^h) * (q_i^h . k_j^h) / sqrt(D)

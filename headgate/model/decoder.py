@@ -151,8 +151,15 @@ class Decoder(nn.Module):
         initialise(self, seed)
 
     def initialise(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
+        """By the config's start; a mechanism fills its own parameters."""
+        scaled = self.config.start == "scaled"
         if name == "embedding.weight":
-            parameter.normal_(0.0, self.config.embedding_deviation, generator=generator)
+            deviation = self.config.embedding_deviation or (1.0 if scaled else 0.02)
+            parameter.normal_(0.0, deviation, generator=generator)
+        elif scaled and name.endswith(("o_proj.weight", "down_proj.weight")):
+            parameter.zero_()
+        elif scaled and parameter.ndim == 2:
+            parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
         else:
             initialise_parameter(name, parameter, generator)
 

@@ -69,7 +69,8 @@ class HeadgateConfig(PreTrainedConfig):  # type: ignore[misc]
     qk_norm: bool = True
     qkv_bias: bool = False
     tied_embeddings: bool = True
-    embedding_deviation: float = 0.02
+    start: str = "qwen"
+    embedding_deviation: float | None = None
     rope_theta: float = 1e6
     norm_eps: float = 1e-6
     max_position_embeddings: int | None = None

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -28,6 +27,7 @@ from headgate.errors import HeadgateError
 from headgate.model.decoder import Decoder
 from headgate.train.distributed import World, fill, whole
 from headgate.train.folder import RunFolder
+from headgate.train.optim import Optimizer
 
 INIT_REMEDY = "leave the model's settings as they are, or change them first with headgate convert --mechanism"
 
@@ -90,7 +90,7 @@ def save(
     run: RunFolder,
     state: State,
     decoder: Decoder,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     world: World,
     *,
     keep: int,
@@ -146,7 +146,7 @@ def _drop(run: RunFolder, state: State, keep: int) -> None:
             shutil.rmtree(doomed)
 
 
-def restore(folder: Path | None, decoder: Decoder, optimizer: torch.optim.Optimizer, world: World) -> None:
+def restore(folder: Path | None, decoder: Decoder, optimizer: Optimizer, world: World) -> None:
     """Fill the weights and the optimiser from the checkpoint that rank 0 gives; every rank must call it."""
     remedy = "delete its folder to go on from the checkpoint before"
     _fill(folder and folder / "model.safetensors", decoder.state_dict(), world, remedy)
@@ -188,7 +188,7 @@ def _read(path: Path, targets: Mapping[str, Tensor], remedy: str) -> dict[str, T
     return tensors
 
 
-def _training_tensors(decoder: Decoder, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def _training_tensors(decoder: Decoder, optimizer: Optimizer) -> dict[str, Tensor]:
     return {
         f"{name}.{key}": tensor
         for name, parameter in decoder.named_parameters()

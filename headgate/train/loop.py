@@ -203,7 +203,7 @@ class Trainer:
             self.optimizer.step()
         elif self.options.on_nonfinite == "stop":
             self._refuse_nonfinite(number, loss_value, norm)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         tokens_of_step = train.batch_size * train.accumulation * train.context
         seconds = self._lap()
         self.state = replace(

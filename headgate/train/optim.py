@@ -1,7 +1,14 @@
-"""AdamW with weight decay on matrices alone, and the learning rate as a function of the step."""
+"""The optimiser: AdamW, or Muon for the layers' matrices beside it; and the learning rate at each step.
+
+Every parameter has a role, found from where it stands in the decoder and not from its mechanism, and each
+role may have a learning rate of its own. Weight decay is on matrices alone and does not follow those rates:
+so from a scaled start a rate of the output projection acts as a factor on what attention puts out.
+"""
 
 import math
 from collections.abc import Iterator
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,38 +17,38 @@ from headgate.config import TrainConfig
 from headgate.mechanisms.contract import Mechanism
 from headgate.model.decoder import Decoder
 
-
-def make_optimizer(decoder: Decoder, train: TrainConfig) -> torch.optim.AdamW:
-    """Groups of parameters by whether they decay and whether they belong to a mechanism."""
-    groups: dict[tuple[bool, bool], list[Tensor]] = {}
-    for _, parameter, decays, gate in roles(decoder):
-        groups.setdefault((decays, gate), []).append(parameter)
-    optimizer = torch.optim.AdamW(
-        [
-            {
-                "params": parameters,
-                "weight_decay": train.weight_decay if decays else 0.0,
-                "scale": train.gate_learning_rate if gate else 1.0,
-            }
-            for (decays, gate), parameters in groups.items()
-        ],
-        lr=train.learning_rate,
-        betas=train.betas,
-        eps=train.eps,
-        fused=True,
-    )
-    for group in optimizer.param_groups:  # now and not at the first step, so that every checkpoint is alike
-        for parameter in group["params"]:
-            optimizer.state[parameter] = {
-                "step": torch.zeros((), device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter, requires_grad=False),
-                "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
-            }
-    return optimizer
+ROLES = {
+    "embedding": "embedding",
+    "head": "head",
+    "q_proj": "query_key",
+    "k_proj": "query_key",
+    "v_proj": "value",
+    "o_proj": "attention_output",
+    "gate_proj": "mlp",
+    "up_proj": "mlp",
+    "down_proj": "mlp",
+}
+"""Name of a module of the decoder -> the role of its parameters; those of a norm have none."""
 
 
-def roles(decoder: Decoder) -> Iterator[tuple[str, Tensor, bool, bool]]:
-    """Each parameter with its name, whether it decays and whether it is a mechanism's own.
+class Part(NamedTuple):
+    """A parameter and what the optimiser has to know of it."""
+
+    name: str
+    parameter: Tensor
+    role: str
+    """One of those in ROLES, `mechanism`, or `norm`."""
+    decays: bool
+
+    @property
+    def orthogonal(self) -> bool:
+        """Whether Muon takes it: the matrices inside the layers."""
+        inside = self.role in ("query_key", "value", "attention_output", "mlp")
+        return inside and self.parameter.ndim == 2
+
+
+def parts(decoder: Decoder) -> Iterator[Part]:
+    """Every parameter, once.
 
     Matrices decay: the weights of linear maps and embeddings, and of a mechanism's other parameters, which
     have the heads in front, those with two dimensions behind.
@@ -53,24 +60,87 @@ def roles(decoder: Decoder) -> Iterator[tuple[str, Tensor, bool, bool]]:
     for prefix, module in decoder.named_modules():
         least = 2 if isinstance(module, (nn.Linear, nn.Embedding)) else 3
         for local, parameter in module.named_parameters(recurse=False):
-            if parameter not in seen:
-                seen.add(parameter)
-                name = f"{prefix}.{local}"
-                yield name, parameter, parameter.ndim >= least, name.startswith(mechanisms)
+            if parameter in seen:
+                continue
+            seen.add(parameter)
+            name = f"{prefix}.{local}"
+            role = ROLES.get(prefix.rpartition(".")[2], "norm")
+            if name.startswith(mechanisms):
+                role = "mechanism"
+            yield Part(name, parameter, role, parameter.ndim >= least)
+
+
+class Optimizer:
+    """One or two of PyTorch's optimisers as one."""
+
+    def __init__(self, *inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return list(chain.from_iterable(one.param_groups for one in self.inner))
+
+    @property
+    def state(self) -> dict[Tensor, dict[str, Tensor]]:
+        return {parameter: kept for one in self.inner for parameter, kept in one.state.items()}
+
+    def step(self) -> None:
+        for one in self.inner:
+            one.step()
+
+    def zero_grad(self) -> None:
+        for one in self.inner:
+            one.zero_grad(set_to_none=True)
+
+
+def make_optimizer(decoder: Decoder, train: TrainConfig) -> Optimizer:
+    groups: dict[tuple[bool, float, float], list[Tensor]] = {}
+    for part in parts(decoder):
+        rate = 1.0 if part.role == "norm" else float(getattr(train, f"{part.role}_rate"))
+        # PyTorch multiplies the decay by the learning rate, that is by the rate of the role too.
+        decay = train.weight_decay / rate if part.decays and rate else 0.0
+        for_muon = train.optimizer == "muon" and part.orthogonal
+        groups.setdefault((for_muon, decay, rate), []).append(part.parameter)
+
+    def chosen(*, for_muon: bool) -> list[dict[str, Any]]:
+        return [
+            {"params": parameters, "weight_decay": decay, "scale": rate}
+            for (muon, decay, rate), parameters in groups.items()
+            if muon == for_muon
+        ]
+
+    adamw = torch.optim.AdamW(
+        chosen(for_muon=False), lr=train.learning_rate, betas=train.betas, eps=train.eps, fused=True
+    )
+    # The state is made now and not at the first step, so that every checkpoint is alike.
+    for parameter in chain.from_iterable(group["params"] for group in adamw.param_groups):
+        adamw.state[parameter] = {
+            "step": torch.zeros((), device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+            "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+        }
+    if train.optimizer == "adamw":
+        return Optimizer(adamw)
+    muon = torch.optim.Muon(
+        chosen(for_muon=True), lr=train.learning_rate, momentum=train.momentum, adjust_lr_fn="match_rms_adamw"
+    )
+    for parameter in chain.from_iterable(group["params"] for group in muon.param_groups):
+        muon.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter, requires_grad=False)}
+    return Optimizer(adamw, muon)
 
 
 def learning_rate(step: int, train: TrainConfig) -> float:
-    """Of step 1, 2, ..., `train.steps`: a line up to the peak, then a cosine down, or the peak for ever."""
-    if step <= train.warmup_steps:
-        return train.learning_rate * step / train.warmup_steps
+    """Of step 1, 2, ..., `train.steps`: a line up to the peak, then down by the schedule."""
+    if step <= train.warmup:
+        return train.learning_rate * step / train.warmup
     if train.schedule == "constant":
         return train.learning_rate
-    share = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
-    cosine = (1 + math.cos(math.pi * min(1.0, share))) / 2
-    return train.learning_rate * (train.final_learning_rate + (1 - train.final_learning_rate) * cosine)
+    share = min(1.0, (step - train.warmup) / max(1, train.steps - train.warmup))
+    left = 1 - share if train.schedule == "linear" else (1 + math.cos(math.pi * share)) / 2
+    return train.learning_rate * (train.final_learning_rate + (1 - train.final_learning_rate) * left)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = rate * group["scale"]
 

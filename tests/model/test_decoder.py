@@ -1,5 +1,6 @@
 """The decoder: what it computes, what it holds in memory, how it starts, what it refuses."""
 
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -305,6 +306,26 @@ def test_bad_calls_get_one_clear_sentence() -> None:
         headgate.build_model(replace(SMALL, shared_options={"windo": 3}))
     with pytest.raises(HeadgateError, match="mechanism=\\[\\] names no mechanism"):
         headgate.build_model("tiny", mechanism=[])
+
+
+@pytest.mark.parametrize("name", headgate.mechanisms())
+def test_a_scaled_start_leaves_the_token_in_the_stream(name: str) -> None:
+    """Each layer adds nothing at first, and has a gradient to change that by."""
+    config = replace(SMALL, start="scaled", tied_embeddings=False, vocab_size=512)
+    decoder = headgate.build_model(config, mechanism=name)
+    tokens = some_tokens(2, 20)
+    stream = decoder.embedding(tokens)
+    assert stream.square().mean().sqrt().item() == pytest.approx(1.0, abs=0.1)
+    assert torch.equal(decoder.hidden(tokens), decoder.norm(stream))
+    loss = decoder(tokens, some_tokens(2, 20, seed=1))
+    assert loss.item() == pytest.approx(math.log(512) + 0.5, abs=0.5)  # logits of deviation 1
+    loss.backward()
+    for layer in decoder.layers:
+        assert layer.attention.o_proj.weight.grad.abs().max() > 0
+        assert layer.mlp.down_proj.weight.grad.abs().max() > 0
+    assert decoder.layers[0].mlp.up_proj.weight.std().item() == pytest.approx(config.d_model**-0.5, rel=0.2)
+    with pytest.raises(HeadgateError, match=r"set model\.tied_embeddings=false"):
+        replace(config, tied_embeddings=True)
 
 
 @pytest.mark.parametrize("name", ["full", "local", "near-far", "sparse-geometric"])

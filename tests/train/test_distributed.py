@@ -99,6 +99,17 @@ def test_the_number_of_processes_changes_nothing(twenty: Config, data: Path, tmp
                 assert torch.allclose(tensor, whole[key], atol=1e-3), (run.name, key)
 
 
+def test_muon_gives_the_same_on_two_processes(twenty: Config, data: Path, tmp_path: Path) -> None:
+    """It computes in bf16, which shows differences in the gradient's last digits sooner than AdamW does."""
+    twenty = changed(twenty, optimizer="muon")
+    config.save(twenty, tmp_path / "config.json")
+    train(twenty, data, tmp_path / "one", RunOptions(save_every=7, keep=9))
+    common = [Path(__file__).with_name("several_runs.py"), tmp_path / "config.json", data]
+    finish(torchrun(2, *common, tmp_path / "two", f"{tmp_path}/two-sharded:shard"))
+    for name in ("two", "two-sharded"):
+        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "one"), abs=2e-4)
+
+
 def rewind(run: Path, step: int, copy: Path) -> None:
     """A copy of the run as it was when it had saved this step."""
     shutil.copytree(run, copy)

@@ -31,7 +31,7 @@ def weights(micro: Config, tmp_path: Path) -> Path:
 def test_a_run_begins_with_them_and_the_gates_move(
     micro: Config, data: Path, weights: Path, tmp_path: Path
 ) -> None:
-    settings = changed(micro, learning_rate=1e-6, gate_learning_rate=1e5)
+    settings = changed(micro, learning_rate=1e-6, mechanism_rate=1e5)
     train(settings, data, tmp_path / "run", init=weights)
     before, after = headgate.load(weights), headgate.load(tmp_path / "run")
     assert {p.dtype for p in after.parameters()} == {torch.float32}

@@ -150,10 +150,11 @@ def test_how_a_run_is_carried_out_does_not_change_it(
         assert torch.equal(tensor, weights(tmp_path / "other")[name]), name
 
 
-@pytest.mark.parametrize("at", [1, 4, 6, 11])
+@pytest.mark.parametrize(("at", "optimizer"), [(1, "adamw"), (4, "adamw"), (6, "muon"), (11, "adamw")])
 def test_a_run_stopped_and_resumed_is_the_run_never_stopped(
-    at: int, data: Path, micro: Config, tmp_path: Path, stop_at: dict[str, Any]
+    at: int, optimizer: str, data: Path, micro: Config, tmp_path: Path, stop_at: dict[str, Any]
 ) -> None:
+    micro = changed(micro, optimizer=optimizer)
     train(micro, data, tmp_path / "whole")
     stop_at["at"] = at
     outcome = train(micro, data, tmp_path / "halved", RunOptions(track=("os",)))
