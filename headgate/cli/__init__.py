@@ -253,6 +253,8 @@ def bench(
     *,
     lengths: tuple[int, ...] = (512, 1024, 2048, 4096),
     mechanisms: tuple[str, ...] | None = None,
+    steps: bool = False,
+    decoded_after: tuple[int, ...] = (2048, 65536),
     batch: int = 1,
     heads: int = 8,
     kv_heads: int | None = None,
@@ -270,6 +272,8 @@ def bench(
     Args:
         lengths: Sequence lengths to measure at.
         mechanisms: Mechanisms (name:option=value allowed) or ops to measure; all of both when absent.
+        steps: Measure mechanisms in whole training steps and in decoding, recipe study, against full.
+        decoded_after: With --steps: the contexts after which tokens are decoded.
         batch: Sequences at once.
         heads: Query heads.
         kv_heads: Key and value heads; as many as query heads when absent.
@@ -284,13 +288,23 @@ def bench(
     """
     import torch
 
-    from headgate.measure.bench import bench
+    from headgate.measure.bench import bench, bench_steps
     from headgate.measure.speed import Shape
 
     if threads is not None:
         if threads < 1:
             raise HeadgateError(f"threads={threads} is too small; it must be at least 1")
         torch.set_num_threads(threads)
+    if steps:
+        bench_steps(
+            mechanisms,
+            lengths=lengths,
+            decoded_after=decoded_after,
+            memory=memory,
+            seconds=seconds,
+            json_path=json,
+        )
+        return
     bench(
         Shape(batch, heads, heads if kv_heads is None else kv_heads, head_dim, window),
         lengths=lengths,

@@ -67,6 +67,12 @@ class KeyCache(Protocol):
 
     def drop_before(self, position: int, *, keep: int = 0) -> None: ...
 
+    def __len__(self) -> int: ...
+
+    def held(self) -> list[Tensor]: ...
+
+    def blocks_of(self, name: str) -> "KeyCache": ...
+
 
 class Past:
     """Where the tokens of a call stand, and what the tokens before them left.
@@ -136,6 +142,20 @@ class Past:
     def extend(self, *new: Tensor) -> list[Tensor]:
         """Keep tensors (B,heads,Tq,...) of the newest tokens; returns those of all tokens kept."""
         return list(new) if self.cache is None else self.cache.append(*new)
+
+    def per_block(
+        self, name: str, block: int, summarise: Callable[..., tuple[Tensor, ...]], *kept: Tensor
+    ) -> list[Tensor]:
+        """summarise(*kept) of the complete blocks of `block` keys, from the first key on: tensors
+        (B,heads,n,...) with a row a block. With a cache a block is summarised once, when it is complete."""
+        complete = kept[0].shape[2] // block
+        if self.cache is None or not complete:
+            return list(summarise(*(t[:, :, : complete * block] for t in kept)))
+        blocks = self.cache.blocks_of(name)
+        done = len(blocks)
+        if complete == done:
+            return blocks.held()
+        return blocks.append(*summarise(*(t[:, :, done * block : complete * block] for t in kept)))
 
     def forget(self, first_key: Callable[[int], int], pinned_keys: int) -> None:
         """Drop the keys that no later query needs."""

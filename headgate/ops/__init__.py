@@ -1,8 +1,8 @@
 """Attention as pure tensor functions: q (B,H,Tq,D), k and v (B,G,Tk,D) whose last Tq are the queries' own."""
 
-from headgate.ops.active import active_attention, among_active
-from headgate.ops.blocks import block_selected_attention, selection_recall
-from headgate.ops.combiner import combiner_attention
+from headgate.ops.active import active_attention, among_active, windows_attention
+from headgate.ops.blocks import block_means, block_selected_attention, selection_recall
+from headgate.ops.combiner import block_summaries, combiner_attention
 from headgate.ops.dispatch import explain, paths_taken
 from headgate.ops.pair_gate.op import pair_gated_attention
 from headgate.ops.span.op import (
@@ -24,7 +24,9 @@ __all__ = [
     "among_active",
     "attention",
     "biased_attention",
+    "block_means",
     "block_selected_attention",
+    "block_summaries",
     "causal_attention",
     "combiner_attention",
     "distance_biased_attention",
@@ -37,4 +39,5 @@ __all__ = [
     "strided_attention",
     "top_k_attention",
     "window_attention",
+    "windows_attention",
 ]

@@ -32,19 +32,32 @@ TILES_AT_ONCE = 512
 
 
 def block_selected_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, block: int, scale: float = 1.0, backend: str = "auto"
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    block: int,
+    scale: float = 1.0,
+    means: Tensor | None = None,
+    backend: str = "auto",
 ) -> Tensor:
     """Softmax over the query's own aligned block up to itself and the best complete blocks before it.
 
     Of those, the ceil(k_i / block) with the highest q . mean(block keys), k_i = ceil(scale * sqrt(i + 1));
     ties go to the later block. The choice carries no gradient, the chosen keys their exact one. The keys
-    begin at 0.
+    begin at 0. `means`: what `block_means(k, block)` gives, if it is known already.
     """
     check(q, k, v)
     if block < 1:
         raise HeadgateError(f"block={block} is too small; it must be at least 1")
-    result: Tensor = BLOCKS(backend, q, k, v, block=block, scale=scale)
+    result: Tensor = BLOCKS(backend, q, k, v, block=block, scale=scale, means=means)
     return result
+
+
+def block_means(k: Tensor, block: int) -> Tensor:
+    """The mean key of every complete block: (B,G,blocks,D)."""
+    n = k.shape[2] // block
+    return k[:, :, : n * block].unflatten(2, (n, block)).mean(3)
 
 
 def selection_recall(q: Tensor, k: Tensor, *, block: int, scale: float = 1.0) -> Tensor:
@@ -64,12 +77,10 @@ def selection_recall(q: Tensor, k: Tensor, *, block: int, scale: float = 1.0) ->
 
 
 @torch.no_grad()
-def choose_blocks(q: Tensor, k: Tensor, *, block: int, scale: float) -> Tensor:
+def choose_blocks(q: Tensor, k: Tensor, *, block: int, scale: float, means: Tensor | None = None) -> Tensor:
     """The blocks each query attends to beside its own, best first: (B,H,Tq,S), -1 for none."""
     offset, n = k.shape[2] - q.shape[2], k.shape[2] // block
-    means = (
-        k[:, :, : n * block].unflatten(2, (n, block)).mean(3).flip(2)
-    )  # later first: argmax takes the first
+    means = (block_means(k, block) if means is None else means).flip(2)  # later first: argmax takes the first
     positions = torch.arange(offset, k.shape[2], device=q.device)
     counts = -(-reference.top_count(positions, scale) // block)
     counts = torch.minimum(counts, positions // block)
@@ -102,13 +113,14 @@ def _slots(position: int, block: int, scale: float) -> int:
 
 
 @BLOCKS.path("flex", refuse=flex.refuse)
-def _flex(q: Tensor, k: Tensor, v: Tensor, *, block: int, scale: float) -> Tensor:
-    return flex.block_selected_attention(q, k, v, choose_blocks(q, k, block=block, scale=scale), block)
+def _flex(q: Tensor, k: Tensor, v: Tensor, *, block: int, scale: float, means: Tensor | None) -> Tensor:
+    chosen = choose_blocks(q, k, block=block, scale=scale, means=means)
+    return flex.block_selected_attention(q, k, v, chosen, block)
 
 
 @BLOCKS.path("torch")
-def _torch(q: Tensor, k: Tensor, v: Tensor, *, block: int, scale: float) -> Tensor:
-    chosen = choose_blocks(q, k, block=block, scale=scale)
+def _torch(q: Tensor, k: Tensor, v: Tensor, *, block: int, scale: float, means: Tensor | None) -> Tensor:
+    chosen = choose_blocks(q, k, block=block, scale=scale, means=means)
     out: Tensor = _attend(q, k, v, chosen, block, branch_path(q))[0]
     return out
 
@@ -327,4 +339,8 @@ _attend_backward = register(
 )
 register_gradient("block_selected", _setup, _gradients)
 refuse_gradient("block_selected_backward")
-BLOCKS.path("reference")(reference.block_selected_attention)
+
+
+@BLOCKS.path("reference")
+def _reference(q: Tensor, k: Tensor, v: Tensor, *, block: int, scale: float, means: Tensor | None) -> Tensor:
+    return reference.block_selected_attention(q, k, v, block=block, scale=scale)

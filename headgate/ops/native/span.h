@@ -37,6 +37,7 @@ struct SpanCall {
     const uint8_t* active;
     float *key_bias, *d_key_bias, *distance_bias, *d_distance_bias;
     int64_t distances;  // in a row of the table; at least as many as keys
+    const int64_t* windows;  // (G), for few queries alone: a window for each key head in place of one for all
 
     int64_t heads() const { return groups * repeat; }
     bool is_active(int64_t b, int64_t h) const { return !active || active[b * heads() + h]; }

@@ -18,8 +18,12 @@ constexpr int TILE = 64;     // keys whose rows stay in the first cache while al
 
 template <int D>
 struct Few {
-    const SpanCall& call;
     const int64_t b, g;
+    SpanCall call;
+
+    Few(const SpanCall& c, int64_t batch, int64_t group) : b(batch), g(group), call(c) {
+        if (call.windows) call.window = call.windows[g];
+    }
 
     // What one query has seen so far.
     struct State {
@@ -143,11 +147,11 @@ void attend_few(const SpanCall& call) {
         std::vector<typename Kernel::State> states(size_t(pairs * pieces * rows));
         parallel_for(pairs * pieces, int(call.threads), [&](int64_t item) {
             const int64_t pair = item / pieces, begin = item % pieces * PIECE;
-            Kernel{call, pair / call.groups, pair % call.groups}.piece(
+            Kernel(call, pair / call.groups, pair % call.groups).piece(
                 begin, std::min<int64_t>(call.keys, begin + PIECE), states.data() + item * rows);
         });
         for (int64_t pair = 0; pair < pairs; ++pair)
-            Kernel{call, pair / call.groups, pair % call.groups}.merge(states.data() + pair * pieces * rows,
+            Kernel(call, pair / call.groups, pair % call.groups).merge(states.data() + pair * pieces * rows,
                                                                        pieces);
     });
 }

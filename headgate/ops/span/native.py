@@ -25,6 +25,7 @@ class SpanCall(ctypes.Structure):
         *((n, ctypes.c_void_p) for n in ("lse", "ring_log_weight", "d_lse", "d_ring_log_weight", "active")),
         *((n, ctypes.c_void_p) for n in ("key_bias", "d_key_bias", "distance_bias", "d_distance_bias")),
         ("distances", ctypes.c_int64),
+        ("windows", ctypes.c_void_p),
     ]
 
 
@@ -51,14 +52,19 @@ def forward(
     out: Tensor,
     lse: Tensor,
     active: Tensor | None = None,
+    windows: Sequence[int] | None = None,
 ) -> None:
-    """With `active` (B,H), and one query, the other heads are not computed."""
+    """With few queries some heads may be left out, by `active` (B,H), and each key head have a window of its
+    own, by `windows`."""
     q, k, v = rows(q), rows(k), rows(v)
     weight, key_bias, distance_bias = map(_numbers, (ring_log_weight, key_bias, distance_bias))
     call = new_call(q, k, span)
     call.q, call.k, call.v, call.out = view(q), view(k), view(v), view(out)
     _set_biases(call, key_bias, distance_bias)
     call.lse, call.ring_log_weight, call.active = lse.data_ptr(), _pointer(weight), _pointer(active)
+    if windows is not None:
+        of_heads = (ctypes.c_int64 * len(windows))(*windows)
+        call.windows = ctypes.addressof(of_heads)
     library.library().headgate_span_forward(ctypes.byref(call))
 
 
