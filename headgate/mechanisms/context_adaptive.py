@@ -68,6 +68,7 @@ class ContextAdaptiveOptions(MechanismOptions):
 class ContextAdaptive(Mechanism):
     Options = ContextAdaptiveOptions
     options: ContextAdaptiveOptions
+    shelf = "papers"
     ablations = {
         "no-gate": {"gate": "half"},
         "local-only": {"gate": "local"},
@@ -147,12 +148,9 @@ class ContextAdaptive(Mechanism):
             return ops.top_k_attention(q, k, v, scale=o.top_k)
         if self.observed:
             self.observe("recall", ops.selection_recall(q, k, block=o.block, scale=o.top_k))
-        means = None
-        if (
-            past is not None and not torch.is_grad_enabled()
-        ):  # the choice has no gradient, so neither have means
-            (means,) = past.per_block("means", o.block, lambda k: (ops.block_means(k, o.block),), k)
-        return ops.block_selected_attention(q, k, v, block=o.block, scale=o.top_k, means=means)
+        means = None if past is None else past.block_means(k, o.block)
+        chosen = ops.choose_blocks(q, k, block=o.block, scale=o.top_k, means=means)
+        return ops.block_selected_attention(q, k, v, block=o.block, chosen=chosen)
 
     def first_key(self, position: int) -> int:
         return max(0, position - self.options.reach) if self.options.gate == "local" else 0

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from headgate.config import check_heads, from_dict, require_at_least
 from headgate.errors import HeadgateError, suggestion
-from headgate.ops import Span
+from headgate.ops import Span, block_means
 from headgate.ops.dispatch import forced
 from headgate.ops.rotary import rotate
 from headgate.registry import Registry
@@ -116,8 +116,12 @@ class Past:
             )
 
     def rotate(self, t: Tensor) -> Tensor:
-        """Queries or keys of the newest tokens, turned by their positions."""
-        return t if self.rotation is None else rotate(t, *self.rotation)
+        """Queries or keys of the newest tokens, or some of their dimensions, turned by their positions."""
+        if self.rotation is None:
+            return t
+        cos, sin = self.rotation
+        step = 2 * cos.shape[-1] // t.shape[-1]  # half of the dimensions turn by every second angle
+        return rotate(t, cos[..., ::step], sin[..., ::step])
 
     def carried(self, name: str) -> Tensor | None:
         """What the call before handed on under this name; None at the beginning of a sequence."""
@@ -157,6 +161,13 @@ class Past:
             return blocks.held()
         return blocks.append(*summarise(*(t[:, :, done * block : complete * block] for t in kept)))
 
+    def block_means(self, k: Tensor, block: int) -> Tensor | None:
+        """The mean key of every complete block, for a choice among blocks, which has no gradient; None while
+        there is no cache that keeps them."""
+        if self.cache is None:
+            return None
+        return self.per_block("means", block, lambda k: (block_means(k, block),), k)[0]
+
     def forget(self, first_key: Callable[[int], int], pinned_keys: int) -> None:
         """Drop the keys that no later query needs."""
         if self.cache is not None:
@@ -178,6 +189,8 @@ class Mechanism(nn.Module):
     """Older names of options, which saved models may still hold -> the names they have now."""
     uses_first_values: ClassVar[bool] = False
     """Whether it reads `past.first_values`."""
+    shelf: ClassVar[str] = "own"
+    """Under which heading `headgate mechanisms` lists it."""
 
     def __init__(self, heads: Heads, options: Any) -> None:
         super().__init__()
