@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from headgate.compare.progress import output
 from headgate.config import require_at_least
 from headgate.errors import HeadgateError
 from headgate.files import write_text
@@ -28,6 +27,7 @@ from headgate.measure.speed import (
     peer_cases,
     select_cases,
 )
+from headgate.progress import table_console
 from headgate.version import __version__
 
 
@@ -43,7 +43,8 @@ def bench(
     figure_path: Path | None,
 ) -> None:
     require_at_least(shape, 1, "batch", "n_heads", "n_kv_heads", "head_dim", "window")
-    check_lengths(lengths)
+    if not lengths:
+        raise HeadgateError("there is no length to measure at; give some, such as 1024,4096")
     if figure_path is not None and figure_path.suffix not in (".html", ".png", ".svg"):
         raise HeadgateError(
             f"--figure {str(figure_path)!r} ends in none of .html, .png and .svg; choose one of them"
@@ -51,7 +52,7 @@ def bench(
     for path in (json_path, figure_path):
         check_folder(path)
     keep_memory()
-    console = output(width=max(120, 60 + 20 * len(lengths)))
+    console = table_console(width=max(120, 60 + 20 * len(lengths)))
     cases = select_cases(shape, None if names is None else list(names))
     missing: dict[str, str] = {}
     with console.status("preparing") as status:
@@ -81,9 +82,10 @@ def bench_steps(
     json_path: Path | None,
 ) -> None:
     """Every mechanism in whole steps of a small model, in place of attention alone."""
-    check_lengths([*lengths, *decoded_after])
+    if not lengths or not decoded_after:
+        raise HeadgateError("there is no length to measure at; give some, such as 1024,8192")
     check_folder(json_path)
-    console = output(width=max(120, 40 + 24 * (2 * len(lengths) + len(decoded_after))))
+    console = table_console(width=max(120, 40 + 24 * (2 * len(lengths) + len(decoded_after))))
     with console.status("preparing") as status:
         rows = steps.measure_steps(
             names,
@@ -101,14 +103,8 @@ def bench_steps(
     )
     console.print(steps.table_of(rows))
     if json_path is not None:
-        write_text(
-            json_path, json.dumps({"headgate": __version__, "rows": steps.to_json(rows)}, indent=1) + "\n"
-        )
-
-
-def check_lengths(lengths: Sequence[int]) -> None:
-    if not lengths or min(lengths) < 1:
-        raise HeadgateError(f"lengths={list(lengths)} are not all at least 1; give lengths such as 1024 4096")
+        answer = {"headgate": __version__, "rows": steps.to_json(rows)}
+        write_text(json_path, json.dumps(answer, indent=1) + "\n")
 
 
 def check_folder(path: Path | None) -> None:
