@@ -43,7 +43,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Progress:
+class PrepareState:
     """What `progress.json` holds while the work is not done."""
 
     request: Mapping[str, Any]
@@ -103,10 +103,10 @@ def _signals() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
-def begun(folder: Path) -> Progress | None:
+def begun(folder: Path) -> PrepareState | None:
     """What an earlier call noted here; None, and the folder empty, where no document had been kept."""
     if (folder / "progress.json").exists():
-        progress = config.load(Progress, folder / "progress.json")
+        progress = config.load(PrepareState, folder / "progress.json")
         if progress.now.documents:
             return progress
         remove_all(folder)

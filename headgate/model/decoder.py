@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from headgate.config import Config, MechanismSpec, ModelConfig, from_dict, to_dict
+from headgate.config import Config, MechanismSpec, ModelConfig, from_dict, parse_mechanisms, to_dict
 from headgate.errors import HeadgateError, suggestion
 from headgate.files import kind, named
 from headgate.mechanisms.contract import (
@@ -27,6 +27,7 @@ from headgate.mechanisms.contract import (
     initialise,
     initialise_parameter,
     make_options,
+    require_registered,
 )
 from headgate.model.cache import Cache, LayerCache
 from headgate.model.generate import Completion, Prompts, Sampling, Stop, Stream, generate
@@ -309,7 +310,8 @@ def build_model(
 ) -> Decoder:
     """A decoder from a recipe's name or a config, with this mechanism in its layers.
 
-    A list of mechanisms is a pattern that repeats over the layers. Options go to every mechanism of the
+    The mechanism is written as `config.parse_mechanisms` says, the same as on the command line; a list is a
+    pattern that repeats over the layers. Options go to every mechanism of the
     pattern that has them; one that none has is an error.
     """
     given = get_recipe(recipe_or_config) if isinstance(recipe_or_config, str) else recipe_or_config
@@ -323,8 +325,7 @@ def with_mechanism(
     config: ModelConfig, mechanism: str | Sequence[str] | None = None, **options: Any
 ) -> ModelConfig:
     """The config with another mechanism (None keeps its own) and options for those that have them."""
-    names = [mechanism] if isinstance(mechanism, str) else mechanism
-    specs = config.mechanism if names is None else tuple(map(MechanismSpec.parse, names))
+    specs = config.mechanism if mechanism is None else parse_mechanisms(mechanism)
     if not specs:
         raise HeadgateError("mechanism=[] names no mechanism; give at least one, such as 'full'")
     known = [set(MECHANISMS.get(spec.name).Options.__dataclass_fields__) for spec in specs]
@@ -397,6 +398,8 @@ def header_config(file: Path) -> ModelConfig:
         raise HeadgateError(f"{str(file)!r} is damaged: nothing is known of {min(unknown)!r} in its header")
     try:
         values = json.loads(metadata["headgate"])
-        return from_dict(ModelConfig, dict(values))
+        config = from_dict(ModelConfig, dict(values))
     except (ValueError, TypeError, RecursionError) as error:  # a HeadgateError is a ValueError
         raise HeadgateError(f"the config in the header of {str(file)!r} is damaged: {error}") from error
+    require_registered(config, file)
+    return config

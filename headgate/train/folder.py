@@ -28,6 +28,7 @@ from headgate.config import Config
 from headgate.data.loader import Windows
 from headgate.data.shards import Split, check_range, read_manifest
 from headgate.errors import HeadgateError
+from headgate.mechanisms.contract import require_registered
 from headgate.model.decoder import model_file
 
 WALL_CLOCK = ("seconds", "tokens_per_second", "memory_peak")
@@ -236,10 +237,12 @@ class RunFolder:
 def read_config(run: str | os.PathLike[str]) -> Config:
     path = files.named(run, "the run folder") / "config.json"
     for needed in (path, path.with_name("data.json")):  # a converted model has a config.json too
-        found = files.kind(needed)
-        if found:
-            raise HeadgateError(f"{str(run)!r} is no run folder: {needed.name} in it is {found}")
-    return config.load(Config, path)
+        what = files.kind(needed)
+        if what:
+            raise HeadgateError(f"{str(run)!r} is no run folder: {needed.name} in it is {what}")
+    found = config.load(Config, path)
+    require_registered(found.model, run)
+    return found
 
 
 def read_data(run: str | os.PathLike[str]) -> DataRecord:

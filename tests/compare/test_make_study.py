@@ -11,9 +11,8 @@ import pytest
 from waiting import HANG
 
 from headgate.compare.variants import PAPERS, parse_variants
-from headgate.config import override
+from headgate.config import Config, load, override
 from headgate.mechanisms import MECHANISMS
-from headgate.recipes import get_recipe
 
 ROOT = Path(__file__).parents[2]
 SHORT = "train.steps=2 train.warmup_steps=1 train.evaluate_every=2 train.evaluate_tokens=256"
@@ -28,8 +27,8 @@ def make(*words: str) -> str:
 
 
 def test_its_commands_name_every_mechanism_and_every_ablation_of_the_papers() -> None:
-    told = make("-n", "study", "TEXT=web text", "NOVELS=novels").replace("\\\n", "")
-    commands = [shlex.split(line)[1:] for line in told.splitlines() if "headgate " in line]
+    shown = make("-n", "study", "TEXT=web text", "NOVELS=novels").replace("\\\n", "")
+    commands = [shlex.split(line)[1:] for line in shown.splitlines() if "headgate " in line]
     assert [words[:2] for words in commands if words[0] == "prepare"] == [
         ["prepare", "web text"],
         ["prepare", commands[2][1]],
@@ -41,7 +40,7 @@ def test_its_commands_name_every_mechanism_and_every_ablation_of_the_papers() ->
         f"runs/study/{part}" for part in ("text", "recall", "start", "long")
     ]
     for words in studies:
-        recipe = get_recipe(words[words.index("--recipe") + 1])
+        recipe = load(Config, ROOT / words[words.index("--recipe") + 1])
         settings = [word for word in words if word.startswith(("train.", "model."))]
         config = override(recipe, settings)
         names = words[1 : words.index("--recipe")]

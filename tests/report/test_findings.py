@@ -1,5 +1,6 @@
 """The tables of the findings are what the results beside them say."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +8,8 @@ from pathlib import Path
 from waiting import HANG
 
 ROOT = Path(__file__).parents[2]
-TABLES = ROOT / "docs" / "findings" / "tables.py"
+STUDY = ROOT / "studies" / "first"
+TABLES = STUDY / "tables.py"
 
 
 def check(tables: Path) -> subprocess.CompletedProcess[str]:
@@ -20,12 +22,11 @@ def test_the_pages_agree_with_their_results() -> None:
 
 
 def test_a_figure_changed_by_hand_is_found(tmp_path: Path) -> None:
-    docs = tmp_path / "docs"
-    results = (TABLES.parent / "text" / "results.json").read_text(encoding="utf-8")
-    (docs / "findings" / "text").mkdir(parents=True)
-    (docs / "findings" / "text" / "results.json").write_text(results, encoding="utf-8")
-    copy = docs / "findings" / "tables.py"
-    copy.write_text(TABLES.read_text(encoding="utf-8"), encoding="utf-8")
+    docs, study = tmp_path / "docs", tmp_path / "studies" / "first"
+    docs.mkdir()
+    (study / "results").mkdir(parents=True)
+    shutil.copytree(STUDY / "results" / "text", study / "results" / "text")
+    copy = Path(shutil.copy(TABLES, study))
     page = "before\n<!-- table short -->\n\n| stale |\n\n<!-- end -->\nafter\n"
     (docs / "findings.md").write_text(page, encoding="utf-8")
     (tmp_path / "README.md").write_text("no table\n", encoding="utf-8")
