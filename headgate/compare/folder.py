@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from headgate import config
+from headgate import config, files
 from headgate.compare.variants import Variant
 from headgate.config import Config
 from headgate.errors import HeadgateError
