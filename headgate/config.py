@@ -21,9 +21,9 @@ from headgate.errors import HeadgateError, suggestion
 from headgate.registry import MECHANISMS
 
 T = TypeVar("T")
-WRITTEN_MECHANISM = re.compile(r"(?:(.+?\.py):)?([^:]*)(?::(.*))?", re.DOTALL)
 MOST_LAYERS, MOST_WIDTH = 10_000, 1 << 24
 """Far beyond any model; what is larger is a slip, and would be noticed only after a long wait."""
+WRITTEN_MECHANISM = re.compile(r"(?:(.+?\.py):)?([^:]*)(?::(.*))?", re.DOTALL)
 
 
 @dataclass(frozen=True)

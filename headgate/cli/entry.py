@@ -69,7 +69,8 @@ def run(arguments: Sequence[str]) -> None:
     name, *words = arguments
     if name not in COMMANDS:
         raise HeadgateError(f"unknown command {name!r}; {suggestion(name, COMMANDS)}")
-    parse(COMMANDS[name], name, _use_files(words))()
+    words = _use_files(words)
+    parse(COMMANDS[name], name, words)()
 
 
 def _use_files(words: Sequence[str]) -> list[str]:

@@ -237,9 +237,9 @@ class RunFolder:
 def read_config(run: str | os.PathLike[str]) -> Config:
     path = files.named(run, "the run folder") / "config.json"
     for needed in (path, path.with_name("data.json")):  # a converted model has a config.json too
-        missing = files.kind(needed)
-        if missing:
-            raise HeadgateError(f"{str(run)!r} is no run folder: {needed.name} in it is {missing}")
+        what = files.kind(needed)
+        if what:
+            raise HeadgateError(f"{str(run)!r} is no run folder: {needed.name} in it is {what}")
     found = config.load(Config, path)
     require_registered(found.model, run)
     return found
