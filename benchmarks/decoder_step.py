@@ -18,7 +18,7 @@ from headgate.config import override
 from headgate.machine import keep_memory
 from headgate.measure.costs import build, peak_memory, training_step
 from headgate.measure.speed import interleaved, ratios
-from headgate.recipes import get_recipe
+from headgate.train.start import named_config
 
 MECHANISMS = ["full", "dynamic-sparse", "local", "head-gated", "context-adaptive:select=block"]
 
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--no-memory", action="store_true")
     options = parser.parse_args()
     keep_memory()
-    base = override(get_recipe(options.recipe), ["model.shared_options={}", "train.batch_size=1"])
+    base = override(named_config(options.recipe), ["model.shared_options={}", "train.batch_size=1"])
     names, first = options.mechanisms, options.mechanisms[0]
     variants = {name: Variant.parse(name) for name in names}
     seconds: dict[str, list[float]] = {name: [] for name in names}

@@ -89,36 +89,6 @@ def small() -> Config:
     )
 
 
-@recipe("study", parameters=1_000_832)
-def study() -> Config:
-    """That of docs/findings.md: tiny with a context of 1024, and windows that matter there."""
-    base = small()
-    return replace(
-        base,
-        model=replace(tiny().model, vocab_size=2048, shared_options=base.model.shared_options),
-        train=replace(
-            base.train,
-            batch_size=1,
-            steps=250,
-            learning_rate=3e-3,
-            warmup_steps=25,
-            evaluate_every=50,
-            evaluate_tokens=16_384,
-        ),
-    )
-
-
-@recipe("study-recall", parameters=104_896)
-def study_recall() -> Config:
-    """The recall part of docs/findings.md: two layers, on sequences of 256 tokens of `recall`."""
-    base = tiny()
-    return replace(
-        base,
-        model=replace(base.model, vocab_size=64, d_model=64, n_layers=2, n_heads=2, d_mlp=176),
-        train=replace(base.train, learning_rate=3e-3, evaluate_every=50),
-    )
-
-
 @recipe("paper-134m", parameters=134_234_368)
 def paper_134m() -> Config:
     """134M parameters, trained as the sparse-geometric paper says: 50,000 steps of 32 sequences."""

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 from filelock import FileLock
-from study_examples import asked, write_recipe
+from study_examples import asked, write_claims, write_recipe
 
 from headgate.config import Config, MechanismSpec, ModelConfig, TrainConfig
 from headgate.data.prepare import Request, prepare
@@ -123,14 +124,16 @@ def micro() -> Config:
 
 
 @pytest.fixture(scope="session")
-def study(data: Path, micro: Config, share: Share) -> Path:
+def study(data: Path, micro: Config, share: Share, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished study with its costs and results."""
-    from headgate.compare.results import write_results
     from headgate.compare.study import run_study
 
     def make(home: Path) -> None:
         write_recipe(micro, data.parent)
+        write_claims(data.parent)
         assert run_study(*asked(home / "study", data))
-        write_results(home / "study")
 
-    return share("study", make) / "study"
+    out = tmp_path_factory.mktemp("study") / "study"  # a worker's own: tests lock it
+    shutil.copytree(share("study", make) / "study", out)
+    assert run_study(*asked(out, data))  # trains nothing again; the results then name this folder
+    return out

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1] / "headgate"
 BASE = ["errors", "version", "files", "machine", "progress", "registry", "config"]
 TRAINED = [*BASE, "recipes", "ops", "mechanisms", "model", "train", "measure"]
 LINES = [
-    [*TRAINED, "compare"],
+    [*TRAINED, "papers", "compare"],
     [*TRAINED, "plan"],
     [*BASE, "data", "train", "measure", "compare"],
     [*BASE, "report"],
@@ -60,7 +60,7 @@ LIGHT = [
     "headgate.files",
     "headgate.machine",
     "headgate.recipes",
-    "headgate.compare.claims",
+    "headgate.papers.paper",
     "headgate.compare.statistics",
 ]
 
@@ -82,3 +82,28 @@ def test_ops_import_no_compiler_before_they_need_one() -> None:
 def test_report_never_imports_torch() -> None:
     for path in (ROOT / "report").rglob("*.py"):
         assert "import torch" not in path.read_text(encoding="utf-8")
+
+
+# One word for one role: a kernel's passes and its refusal, the two ways to a file, a class decorator.
+IDIOMS = {"forward", "backward", "refuse", "load", "save", "register"}
+SHARED = {"Display", "Source", "check", "duration", "measure"}
+"""Names that still mean two things; do not add to them."""
+
+
+def test_no_two_things_share_a_name() -> None:
+    """But for commands, which are named after what they call, and ops, whose reference has their name."""
+    homes: dict[str, set[str]] = {}
+    for path in FILES:
+        room = path.relative_to(ROOT).parts[0]
+        twin = path.relative_to(ROOT).as_posix() in ("ops/reference.py", "ops/flex.py", "ops/span/sdpa.py")
+        if room == "cli":
+            continue
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                home = "ops" if twin and node.name.endswith("_attention") else str(path.relative_to(ROOT))
+                homes.setdefault(node.name, set()).add(home)
+    for name, paths in homes.items():
+        if "ops" in paths and all(path.startswith("ops") for path in paths):
+            homes[name] = {"ops"}
+    shared = {name: sorted(paths) for name, paths in homes.items() if len(paths) > 1}
+    assert {name: paths for name, paths in shared.items() if name not in IDIOMS | SHARED} == {}

@@ -47,17 +47,25 @@ def option_texts(options: "type[MechanismOptions]") -> dict[str, str]:
 
 
 def print_all() -> None:
+    """The registry by shelf; those of your own come last."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    from headgate.mechanisms.contract import description
+    from headgate.mechanisms.contract import Mechanism, description
+
+    def order(shelf: str) -> tuple[bool, str]:
+        return shelf == Mechanism.shelf, shelf
 
     table = Table("mechanism", "what it is", "ablations", box=None, pad_edge=False)
-    for name in MECHANISMS.names():
-        mechanism = MECHANISMS.get(name)
-        first_line = description(mechanism).splitlines()[0].partition(": ")[2]
-        table.add_row(Text(name, style="bold"), Text(first_line), Text(", ".join(mechanism.ablations)))
+    known = [(name, MECHANISMS.get(name)) for name in MECHANISMS.names()]
+    for shelf in sorted({mechanism.shelf for _, mechanism in known}, key=order):
+        table.add_row(Text(shelf, style="italic"))
+        for name, mechanism in known:
+            if mechanism.shelf == shelf:
+                first_line = description(mechanism).splitlines()[0].partition(": ")[2]
+                cells = map(Text, (first_line, ", ".join(mechanism.ablations)))
+                table.add_row(Text(f"  {name}", style="bold"), *cells)
     Console().print(table)
 
 

@@ -26,7 +26,7 @@ def compare(
     """
     from headgate.compare.study import run_study
 
-    _write_report(out, whole=run_study(names, data, out, override, options))
+    _show_study(out, complete=run_study(names, data, out, override, options))
 
 
 def ablate(
@@ -49,38 +49,45 @@ def ablate(
     from headgate.compare.study import run_study
     from headgate.compare.variants import with_ablations
 
-    _write_report(out, whole=run_study(with_ablations(name), data, out, override, options))
+    _show_study(out, complete=run_study(with_ablations(name), data, out, override, options))
 
 
 def report(folder: str, /, *, against: str | None = None, publish: str | None = None) -> None:
     """Rewrite a study's results.json, results.md and report.html from what its folder holds.
 
     Args:
-        folder: The study folder.
+        folder: The study folder, or one written by --publish: its page is then made from its results.json.
         against: The label of a variant; also print a table that compares every other variant with it.
         publish: Also write files small enough to commit to this folder: the results without each run's
             course, and the page's figures as SVG.
     """
-    _write_report(folder, against=against)
-    if publish is not None:
-        from headgate.report import publish as publishing
+    from headgate.compare.folder import StudyFolder
+    from headgate.compare.results import write_results
 
-        written = publishing.publish(folder, publish)
+    if StudyFolder(folder).begun:
+        write_results(folder)
+    _show_study(folder, against=against)
+    if publish is not None:
+        from headgate.report.publish import publish_study
+
+        written = publish_study(folder, publish)
         print(f"{len(written)} files are in {publish}")
 
 
-def _write_report(folder: str, *, whole: bool = True, against: str | None = None) -> None:
-    from headgate.compare import results as of_study
+def _show_study(folder: str, *, complete: bool = True, against: str | None = None) -> None:
+    """Make the page of a study's results and print them; exit with 1 if a run failed."""
+    from headgate.compare.results import differences_to
     from headgate.compare.tables import print_against, print_results
     from headgate.report.page import write_page
+    from headgate.report.reading import read_results
 
-    results = of_study.write_results(folder)
-    differences = None if against is None else of_study.against(results, against)
+    results = read_results(folder)
+    differences = None if against is None else differences_to(against, results)
     page = write_page(folder)
     print_results(results)
     if against is not None and differences is not None:
         print()
         print_against(against, differences)
     print(f"\nthe page is {page}; results.json and results.md beside it have the numbers")
-    if not whole:
+    if not complete:
         sys.exit(1)

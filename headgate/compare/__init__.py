@@ -1,1 +1,1 @@
-"""The main job: variants trained under equal conditions, judged over seeds, told in results.json."""
+"""The main job: variants trained under equal conditions and judged over seeds, in results.json."""

@@ -1,12 +1,11 @@
 """A study folder in numbers: what its runs reached, what the differences show, what each variant costs.
 
-`collect` reads the folder alone, whatever of it is there; `write_results` puts it into results.json, into
-results.md as a table, and the papers' figures beside it into papers.md. What the page and the terminal show
-comes from the same dictionary.
+`study_results` needs nothing but the folder, finished or not. The page and the terminal show what
+results.json holds.
 
-Seconds are tokens times the seconds that a token takes the baseline by costs.json, measured apart from
-training, where several runs share the machine, over the variant's relative speed; a speed that is not shown
-to differ counts as the baseline's. Without costs they are those of the runs.
+Seconds come from costs.json, not from the runs, which share the machine: the tokens, times the baseline's
+seconds a token, over the variant's relative speed (1 if it is not shown to differ). Without costs.json they
+are those of the runs.
 """
 
 import json
@@ -20,8 +19,8 @@ from typing import Any
 
 from headgate import config, files
 from headgate.compare import statistics
-from headgate.compare.claims import CLAIMS, CONTRADICTIONS, judge
-from headgate.compare.study import Job, Study, StudyFolder, failure
+from headgate.compare.claims import judge_papers
+from headgate.compare.folder import Job, Study, StudyFolder, failure
 from headgate.compare.tables import claims_markdown, conditions, headline, markdown
 from headgate.compare.variants import Variant
 from headgate.config import Config
@@ -42,19 +41,22 @@ MEASURED = (
     "memory",
     "claims",
 )
-"""Keys whose values the machine decides; all others come out the same however a study is interrupted."""
+"""Keys whose values depend on the machine; all others are the same however often a study was interrupted."""
 
 
 def write_results(out: str | os.PathLike[str]) -> dict[str, Any]:
-    """Write results.json, results.md and papers.md into the study folder; returns what results.json holds."""
-    results = collect(out)
-    files.write_json(Path(out) / "results.json", results)
-    files.write_text(Path(out) / "results.md", markdown(results))
-    files.write_text(Path(out) / "papers.md", claims_markdown(results))
+    """Write results.json, results.md as a table, and papers.md if the study measured what a paper claims."""
+    results, folder = study_results(out), Path(out)
+    files.write_json(folder / "results.json", results)
+    files.write_text(folder / "results.md", markdown(results))
+    if results["claims"]:
+        files.write_text(folder / "papers.md", claims_markdown(results))
+    else:
+        (folder / "papers.md").unlink(missing_ok=True)
     return results
 
 
-def collect(out: str | os.PathLike[str]) -> dict[str, Any]:
+def study_results(out: str | os.PathLike[str]) -> dict[str, Any]:
     folder = StudyFolder(out)
     study, base = folder.read()
     costs = folder.read_costs()
@@ -64,16 +66,16 @@ def collect(out: str | os.PathLike[str]) -> dict[str, Any]:
     seconds = {label: _seconds_per_token(label, labels[0], runs[label], costs, base) for label in labels}
     finals = {label: _losses(runs[label]) for label in labels}
     baseline, *others = labels
-    differences = statistics.compare(finals[baseline], {label: finals[label] for label in others})
+    differences = statistics.paired_differences(finals[baseline], {label: finals[label] for label in others})
     at_equal_seconds = _at_equal_seconds(runs, seconds, labels)
-    by_seconds = statistics.compare(
+    by_seconds = statistics.paired_differences(
         at_equal_seconds[baseline], {label: at_equal_seconds[label] for label in others}
     )
-    variants = []
+    variants: list[dict[str, Any]] = []
     for variant in study.variants:
         label = variant.label
         difference = differences.get(label)
-        told: dict[str, Any] = {
+        row = {
             "label": label,
             "mechanism": "+".join(spec.name for spec in variant.mechanism),
             "ablation": variant.ablation,
@@ -93,10 +95,10 @@ def collect(out: str | os.PathLike[str]) -> dict[str, Any]:
             "by_position": _by_position(runs[label]),
             "answers": _answers(runs[label]),
             "gates": _gates(runs[label]),
-            **_of_summary(folder, jobs, label),
-            **_of_costs(label, costs, base),
+            **_summary(jobs, label),
+            **_speed_and_memory(label, costs, base),
         }
-        variants.append(told)
+        variants.append(row)
     results: dict[str, Any] = {
         "headgate": __version__,
         "recipe": study.recipe,
@@ -110,29 +112,27 @@ def collect(out: str | os.PathLike[str]) -> dict[str, Any]:
         "tokens_per_run": base.train.tokens,
         "variants": variants,
         "costs": None if costs is None else config.to_dict(costs),
-        "claims": [judged.to_dict() for judged in judge(CLAIMS, variants)],
-        "contradictions": [asdict(contradiction) for contradiction in CONTRADICTIONS],
+        **judge_papers(folder.papers(), study.variants, variants),
         "mechanisms": _mechanisms(study.variants),
         "commands": _commands(folder, study, jobs, base),
-        "circumstances": _circumstances(folder, jobs),
+        "circumstances": _circumstances(jobs),
     }
     results["headline"], results["conditions"] = headline(results), conditions(results)
     collected: dict[str, Any] = files.finite(results)
     return collected
 
 
-def against(results: Mapping[str, Any], label: str) -> dict[str, statistics.Difference]:
+def differences_to(label: str, results: Mapping[str, Any]) -> dict[str, statistics.Difference]:
     """Every other variant compared with this one instead of the baseline, by label."""
     losses = {variant["label"]: _losses(variant["runs"]) for variant in results["variants"]}
     if label not in losses:
         raise HeadgateError(f"the study has no variant {label!r}; {suggestion(label, losses)}")
     reference = losses.pop(label)
-    return statistics.compare(reference, losses)
+    return statistics.paired_differences(reference, losses)
 
 
 def _run(job: Job) -> dict[str, Any]:
-    """What one run reached, and by which way."""
-    told: dict[str, Any] = {"seed": job.seed, "folder": f"runs/{job.variant.folder}/seed-{job.seed}"}
+    run: dict[str, Any] = {"seed": job.seed, "folder": f"runs/{job.variant.folder}/seed-{job.seed}"}
     lines = [line for line in read_metrics(job.folder) if "validation" in line]
     curve = [
         {
@@ -145,7 +145,7 @@ def _run(job: Job) -> dict[str, Any]:
     ]
     if job.finished:
         summary = _read_json(job.folder / "summary.json")
-        told |= {
+        run |= {
             "state": "finished",
             "loss": summary["final"]["loss"],
             "tokens": summary["tokens"],
@@ -159,10 +159,10 @@ def _run(job: Job) -> dict[str, Any]:
             "gates": [{"tokens": line["tokens"], "layers": line["gates"]} for line in lines],
         }
     elif job.log.is_file():
-        told |= {"state": "failed", "reason": failure(job.log), "curve": curve}
+        run |= {"state": "failed", "reason": failure(job.log), "curve": curve}
     else:
-        told |= {"state": "not run"}
-    return told
+        run["state"] = "not run"
+    return run
 
 
 def _losses(runs: Sequence[Mapping[str, Any]]) -> dict[int, float]:
@@ -218,8 +218,8 @@ def _convergence(
     seconds: float,
     baseline_seconds: float,
 ) -> dict[str, Any] | None:
-    """Tokens, and seconds, to the loss that the baseline's same seed ended with, relative to its own; not
-    known where a seed was `early`: there already at its first evaluation."""
+    """Tokens and seconds to the loss that the baseline ended with on the same seed, relative to the
+    baseline's; None if a seed was `early`, already there at its first evaluation."""
     ends = {run["seed"]: run for run in baseline if run["state"] == "finished" and run["loss"] is not None}
     shared = [run for run in runs if run["state"] == "finished" and run["seed"] in ends]
     if not shared:
@@ -232,17 +232,17 @@ def _convergence(
         if tokens is not None:
             shares.append(tokens / end["tokens"])
             early += tokens == points[0][0]
-    told: dict[str, Any] = {"reached": len(shares), "of": len(shared), "early": early}
-    told |= dict.fromkeys(("relative", "low", "high", "tokens", "seconds"))
+    found: dict[str, Any] = {"reached": len(shares), "of": len(shared), "early": early}
+    found |= dict.fromkeys(("relative", "low", "high", "tokens", "seconds"))
     if len(shares) == len(shared) and not early:
         of_tokens = statistics.interval([share - 1 for share in shares])
-        told |= {"relative": of_tokens.mean, "low": of_tokens.low, "high": of_tokens.high}
-        told["tokens"] = fmean(shares) * fmean(end["tokens"] for end in ends.values())
-        told["seconds"] = {
+        found |= {"relative": of_tokens.mean, "low": of_tokens.low, "high": of_tokens.high}
+        found["tokens"] = fmean(shares) * fmean(end["tokens"] for end in ends.values())
+        found["seconds"] = {
             "relative": fmean(shares) * seconds / baseline_seconds - 1,
-            "total": told["tokens"] * seconds,
+            "total": found["tokens"] * seconds,
         }
-    return told
+    return found
 
 
 def _curve(
@@ -288,7 +288,7 @@ def _by_position(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _answers(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Of data that asks for answers: the share that was right, over the seeds, and by distance."""
+    """On data with answers: the share of right ones over the seeds, in all and by distance."""
     finished = [run["answers"] for run in runs if run["state"] == "finished"]
     if not finished or finished[0] is None:
         return None
@@ -300,10 +300,10 @@ def _answers(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
 
 
 def _share(values: Sequence[float]) -> dict[str, Any]:
-    """The mean of shares with its interval, of which there is nothing below 0 or above 1."""
-    told = asdict(statistics.interval(values))
-    ends = {end: min(1.0, max(0.0, told[end])) for end in ("low", "high") if told[end] is not None}
-    return told | ends
+    """The mean of shares with its interval, cut off at 0 and 1."""
+    around = asdict(statistics.interval(values))
+    ends = {end: min(1.0, max(0.0, around[end])) for end in ("low", "high") if around[end] is not None}
+    return around | ends
 
 
 def _gates(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -329,7 +329,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return fmean(known) if len(known) == len(values) else None
 
 
-def _of_summary(folder: StudyFolder, jobs: Sequence[Job], label: str) -> dict[str, Any]:
+def _summary(jobs: Sequence[Job], label: str) -> dict[str, Any]:
     """What is the same for every seed of a variant."""
     for job in jobs:
         if job.variant.label == label and job.finished:
@@ -345,8 +345,8 @@ def _cost(label: str, costs: Costs | None, base: Config) -> Cost | None:
     return next((cost for cost in mine if cost.length == base.train.context), None)
 
 
-def _of_costs(label: str, costs: Costs | None, base: Config) -> dict[str, Any]:
-    """Speed and memory at the training context, beside the loss."""
+def _speed_and_memory(label: str, costs: Costs | None, base: Config) -> dict[str, Any]:
+    """At the training context."""
     cost = _cost(label, costs, base)
     if cost is None:
         return {"tokens_per_second": None, "speed": None, "memory": None}
@@ -362,10 +362,15 @@ def _own_options(variant: Variant) -> dict[str, Any]:
 
 
 def _data(study: Study) -> dict[str, Any]:
-    told = asdict(study.data)
-    manifest = read_manifest(study.data.folder) if Path(study.data.folder).is_dir() else None
-    told["request"] = None if manifest is None else dict(manifest.request)
-    return told
+    request = _prepare_request(study)
+    return asdict(study.data) | {"request": None if request is None else dict(request)}
+
+
+def _prepare_request(study: Study) -> Mapping[str, Any] | None:
+    """What `headgate prepare` was asked for, if the data is still there."""
+    folder = Path(study.data.folder)
+    manifest = read_manifest(folder) if folder.is_dir() else None
+    return None if manifest is None else manifest.request
 
 
 def _mechanisms(variants: Sequence[Variant]) -> list[dict[str, str]]:
@@ -375,7 +380,7 @@ def _mechanisms(variants: Sequence[Variant]) -> list[dict[str, str]]:
 
 
 def _commands(folder: StudyFolder, study: Study, jobs: Sequence[Job], base: Config) -> dict[str, Any]:
-    """The words that make the study again, and those of each run."""
+    """The commands that make the data, the study, and each run."""
     names = [_written(variant) for variant in study.variants[1:]]
     words = ["headgate", "compare", *names, "--recipe", study.recipe, "--data", study.data.folder]
     words += ["--seeds", str(study.seeds), "--out", str(folder.path), *study.settings]
@@ -387,25 +392,26 @@ def _commands(folder: StudyFolder, study: Study, jobs: Sequence[Job], base: Conf
         words += ["--lengths", ",".join(map(str, study.cost.lengths))]
     if study.cost.seconds != CostPlan().seconds:
         words += ["--cost-seconds", str(study.cost.seconds)]
-    manifest = read_manifest(study.data.folder) if Path(study.data.folder).is_dir() else None
-    prepared = None
-    if manifest is not None:
-        prepared = ["headgate", "prepare", str(manifest.request["source"]), study.data.folder]
-        prepared += _prepare_options(manifest.request)
+    if folder.claims_path.is_file():
+        words += ["--claims", str(folder.claims_path)]
+    request, prepare = _prepare_request(study), None
+    if request is not None:
+        prepare = ["headgate", "prepare", str(request["source"]), study.data.folder]
+        prepare += _prepare_options(request)
     runs = [["headgate", *job.command(folder.path, study.data.folder, base)] for job in jobs]
-    return {"prepare": prepared, "compare": words, "runs": runs}
+    return {"prepare": prepare, "compare": words, "runs": runs}
 
 
 def _prepare_options(request: Mapping[str, Any]) -> list[str]:
-    """What a prepared folder was asked for beside its source, where it is not the default."""
-    asked = [] if request["tokenizer"] == "recall" else ["--tokenizer", str(request["tokenizer"])]
+    """The options of `headgate prepare` that are not its defaults."""
+    words = [] if request["tokenizer"] == "recall" else ["--tokenizer", str(request["tokenizer"])]
     splits = "/".join(map(str, request["splits"]))
-    told = {"--text-column": request.get("text_column", "text"), "--splits": splits}
-    told |= {"--max-tokens": request.get("max_tokens"), "--end-of-text": request.get("end_of_text")}
-    for option, value in told.items():
+    options = {"--text-column": request.get("text_column", "text"), "--splits": splits}
+    options |= {"--max-tokens": request.get("max_tokens"), "--end-of-text": request.get("end_of_text")}
+    for option, value in options.items():
         if value not in (None, "text", "80/10/10"):
-            asked += [option, str(value)]
-    return asked + ["--dedup"] * bool(request.get("dedup"))
+            words += [option, str(value)]
+    return words + ["--dedup"] * bool(request.get("dedup"))
 
 
 def _written(variant: Variant) -> str:
@@ -420,22 +426,15 @@ def _written(variant: Variant) -> str:
     return text if variant.label == text else f"{text}@{variant.label}"
 
 
-def _circumstances(folder: StudyFolder, jobs: Sequence[Job]) -> dict[str, Any]:
-    """Versions and machines of the runs: one of each if they are the same for all."""
-    versions, machines = [], []
+def _circumstances(jobs: Sequence[Job]) -> dict[str, Any]:
+    """The versions and machines of the runs, each once."""
+    found: dict[str, list[dict[str, Any]]] = {"versions": [], "machines": []}
     for job in jobs:
         if job.finished:
             summary = _read_json(job.folder / "summary.json")
-            versions.append(summary["versions"])
-            machines.append(summary["machine"])
-    return {"versions": _unique(versions), "machines": _unique(machines)}
-
-
-def _unique(values: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    for value in values:
-        if value not in found:
-            found.append(value)
+            for values, value in zip(found.values(), (summary["versions"], summary["machine"]), strict=True):
+                if value not in values:
+                    values.append(value)
     return found
 
 

@@ -1,24 +1,22 @@
-"""What the losses of a study can show: paired differences, intervals, tests, and a verdict in words.
+"""What the losses of a study show: paired differences, intervals, tests, and a verdict in words.
 
 A variant is compared with the baseline seed by seed. The mean of the differences is tested by a paired
 two-sided t-test, and the p-values of a study's variants are corrected together by Holm's method, so that a
 study without any true difference says "better" or "worse" in at most 5% of cases, however many variants it
-has. The test assumes that the differences are roughly normal. The standard library is all this needs, so that
-reading a study stays light.
+has. The test assumes that the differences are roughly normal.
 
-Two things that a mean cannot hold:
+Two cases need a rule of their own:
 - a seed that one side lacks (a crashed run) is left out of the pairs;
-- a loss that is not finite (a diverged run) stays in them as a loss beyond every other. The test then takes
-  the value it tends to as that loss grows, the same on every diverged seed: 1 seed of 3 shows nothing
-  (p = 0.42), all of them show "worse". A variant that diverged where the baseline did not is thus never
-  called better for its other seeds; the mean and its interval are None, and `diverged` counts those seeds.
-  Where both diverged, neither was better: the pair counts as 0.
+- a loss that is not finite (a diverged run) counts as larger than any other. The p-value is the limit as that
+  loss grows, by the same amount on every diverged seed: one diverged seed of three shows nothing (p = 0.42),
+  three of three show "worse". So a variant that diverged where the baseline did not is never called better
+  for its other seeds. The mean and its interval are None, and `diverged` counts those seeds. Where both
+  diverged, the pair counts as 0.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from statistics import NormalDist, fmean
 from typing import Literal
 
@@ -32,7 +30,8 @@ POWER = 0.8
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean with its confidence interval: none of one value, no mean either where a value is not finite."""
+    """A mean with its confidence interval. One value has no interval; a value that is not finite leaves no
+    mean either."""
 
     mean: float | None
     low: float | None
@@ -58,11 +57,11 @@ class Difference:
     """The p-value of the paired t-test, alone and corrected over the study's tested variants."""
     verdict: Verdict
     seeds_needed: int | None
-    """Seeds that would show a difference of the size seen, with a power of 0.8, at the level of Holm's first
-    step; None where nothing was tested, the difference is 0 or a run diverged."""
+    """Seeds that would show a difference of this size with a power of 0.8 at the level of Holm's first step;
+    None if nothing was tested, the difference is 0 or a run diverged."""
     diverged: int
     baseline_diverged: int
-    """Shared seeds on which the variant's, and the baseline's, loss is not finite."""
+    """Shared seeds on which the loss of the variant, or of the baseline, is not finite."""
 
 
 def interval(values: Sequence[float], confidence: float = 1 - ALPHA) -> Interval:
@@ -72,11 +71,11 @@ def interval(values: Sequence[float], confidence: float = 1 - ALPHA) -> Interval
     mean = fmean(values)
     if n < 2:
         return Interval(mean, None, None, n)
-    half = t_quantile((1 + confidence) / 2, n - 1) * _deviation(values) / math.sqrt(n)
+    half = _t_quantile((1 + confidence) / 2, n - 1) * _deviation(values) / math.sqrt(n)
     return Interval(mean, mean - half, mean + half, n)
 
 
-def compare(
+def paired_differences(
     baseline: Mapping[int, float],
     variants: Mapping[str, Mapping[int, float]],
     *,
@@ -109,9 +108,9 @@ def compare(
             mean=around.mean,
             low=around.low,
             high=around.high,
-            relative=_share(around.mean, scale),
-            relative_low=_share(around.low, scale),
-            relative_high=_share(around.high, scale),
+            relative=_relative(around.mean, scale),
+            relative_low=_relative(around.low, scale),
+            relative_high=_relative(around.high, scale),
             p=p_values.get(name),
             p_holm=corrected.get(name),
             verdict=verdict,
@@ -123,21 +122,21 @@ def compare(
 
 
 def paired_p(differences: Sequence[float]) -> float:
-    """The two-sided p-value of "their mean is 0", over at least two differences.
-
-    Differences that are all 0 give 1; all equal, and not 0, give 0.
-    """
+    """The two-sided p-value of "their mean is 0" for at least two differences: 1 if all are 0, 0 if all are
+    equal but not 0."""
     mean, deviation, n = fmean(differences), _deviation(differences), len(differences)
     if mean == 0:
         return 1.0
     if deviation == 0:
         return 0.0
-    return 2 * t_cdf(-abs(mean) / (deviation / math.sqrt(n)), n - 1)
+    from scipy.special import stdtr
+
+    return 2 * float(stdtr(n - 1, -abs(mean) / (deviation / math.sqrt(n))))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's step-down correction: the smallest of m times m, the next times m - 1, never decreasing, at
-    most 1."""
+    """Holm's step-down correction: the smallest of m p-values times m, the next times m - 1, and so on; never
+    decreasing, at most 1."""
     corrected = [0.0] * len(p_values)
     reached = 0.0
     for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
@@ -147,7 +146,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def seeds_needed(mean: float, deviation: float, level: float) -> int | None:
-    """The fewest pairs that show a mean difference at `level` with a power of 0.8; None for none."""
+    """The fewest pairs that show a mean difference at `level` with a power of 0.8; None if the mean is 0."""
     if mean == 0:
         return None
     if deviation == 0:
@@ -159,64 +158,30 @@ def seeds_needed(mean: float, deviation: float, level: float) -> int | None:
     if of_normal > 10_000:  # where Student's t adds a few seeds to thousands
         return math.ceil(of_normal)
     n = max(2, math.ceil(of_normal + critical**2 / 2))
-    while n > 2 and t_power(effect, n - 1, level) >= POWER:
+    while n > 2 and power(effect, n - 1, level) >= POWER:
         n -= 1
-    while t_power(effect, n, level) < POWER:
+    while power(effect, n, level) < POWER:
         n += 1
     return n
 
 
-def t_power(effect: float, n: int, level: float) -> float:
-    """The chance that a two-sided t-test of n differences, whose mean is `effect` standard deviations, comes
-    out at `level`.
+def power(effect: float, n: int, level: float) -> float:
+    """The chance that a two-sided t-test at `level` shows a mean of `effect` standard deviations over n
+    differences."""
+    from scipy.special import nctdtr
 
-    With Z normal around shift = effect * sqrt(n) and s the sample's deviation over the true one, it is the
-    mean over s of P(|Z| > critical * s). Over u = log s the weight is smooth and fades at both ends, where
-    the trapezoid rule is exact to rounding once its step is finer than the narrowest feature.
-    """
-    df, shift = n - 1, abs(effect) * math.sqrt(n)
-    critical = t_quantile(1 - level / 2, df)
-    if shift > 10 * critical + 10:
-        return 1.0
-    step = min(0.12, 0.5 / math.sqrt(2 * df), 0.5 / (2 + shift))
-    total = weights = 0.0
-    for direction in (step, -step):
-        u = 0.0 if direction > 0 else direction
-        while (log_weight := df * (u - math.exp(2 * u) / 2 + 0.5)) > -40:
-            weight, bound = math.exp(log_weight), critical * math.exp(u)
-            total += weight * (_normal_cdf(shift - bound) + _normal_cdf(-shift - bound))
-            weights += weight
-            u += direction
-    return total / weights
+    def below(t: float) -> float:
+        chance = float(nctdtr(n - 1, abs(effect) * math.sqrt(n), t))
+        return 0.0 if math.isnan(chance) else chance  # scipy has no value for some that are next to 0
+
+    critical = _t_quantile(1 - level / 2, n - 1)
+    return 1 - below(critical) + below(-critical)
 
 
-def t_cdf(t: float, df: float) -> float:
-    """Student's t distribution: the chance of a value up to t with df degrees of freedom."""
-    if math.isinf(t):
-        return 0.0 if t < 0 else 1.0
-    tail = _beta_share(df / 2, 0.5, df / (df + t * t), t * t / (df + t * t)) / 2
-    return tail if t < 0 else 1 - tail
+def _t_quantile(probability: float, df: int) -> float:
+    from scipy.special import stdtrit
 
-
-@lru_cache(maxsize=1024)
-def t_quantile(probability: float, df: float) -> float:
-    """The value that Student's t stays below with the given probability, between 0 and 1."""
-    if probability < 0.5:
-        return -t_quantile(1 - probability, df)
-    if probability == 0.5:
-        return 0.0
-    tail, value = 1 - probability, 0.0
-    while t_cdf(-max(1.0, 2 * value), df) > tail:
-        value = max(1.0, 2 * value)
-    # The tail falls ever more slowly, so Newton's steps from its left come closer and never overshoot.
-    while (further := value + (t_cdf(-value, df) - tail) / t_density(value, df)) > value * (1 + 1e-15):
-        value = further
-    return value
-
-
-def t_density(t: float, df: float) -> float:
-    log_scale = math.lgamma((df + 1) / 2) - math.lgamma(df / 2)
-    return math.exp(log_scale - (df + 1) / 2 * math.log1p(t * t / df)) / math.sqrt(math.pi * df)
+    return float(stdtrit(df, probability))
 
 
 def reaches(curve: Curve, level: float) -> float | None:
@@ -243,14 +208,14 @@ def value_at(curve: Curve, x: float) -> float | None:
 
 
 def _steps(pairs: Sequence[tuple[float, float]], lower_is_better: bool) -> list[float]:
-    """The differences to test; beside one that a diverged run makes infinite, the finite ones vanish."""
+    """The differences to test; next to the infinite one of a diverged run, finite ones vanish."""
     diverged = [(not math.isfinite(ours)) - (not math.isfinite(theirs)) for ours, theirs in pairs]
     if any(diverged):
         return [float(step if lower_is_better else -step) for step in diverged]
     return [ours - theirs if math.isfinite(ours) else 0.0 for ours, theirs in pairs]
 
 
-def _share(part: float | None, whole: float) -> float | None:
+def _relative(part: float | None, whole: float) -> float | None:
     return part / whole if part is not None and whole else None
 
 
@@ -260,36 +225,3 @@ def _deviation(values: Sequence[float]) -> float:
         return 0.0
     mean = fmean(values)
     return math.hypot(*(value - mean for value in values)) / math.sqrt(len(values) - 1)
-
-
-def _normal_cdf(x: float) -> float:
-    return math.erfc(-x / math.sqrt(2)) / 2
-
-
-def _beta_share(a: float, b: float, x: float, rest: float) -> float:
-    """The regularised incomplete beta function I_x(a, b); rest is 1 - x, given apart to keep its digits."""
-    if x <= 0 or rest <= 0:
-        return 0.0 if x <= 0 else 1.0
-    log_front = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log(rest)
-    # The fraction converges fast below the mean of the distribution; above it, the other tail does.
-    if x < (a + 1) / (a + b + 2):
-        return math.exp(log_front) / (a * _beta_fraction(a, b, x))
-    return 1 - math.exp(log_front) / (b * _beta_fraction(b, a, rest))
-
-
-def _beta_fraction(a: float, b: float, x: float) -> float:
-    """The continued fraction 1 + d1/(1 + d2/(1 + ...)) of the incomplete beta function, by Lentz's method."""
-    tiny = 1e-300
-    value, above, below = 1.0, 1.0, 0.0
-    for k in range(1, 100_000):
-        m = k // 2
-        if k % 2:
-            term = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
-        else:
-            term = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
-        below = 1 / (1 + term * below or tiny)
-        above = 1 + term / above or tiny
-        value *= above * below
-        if abs(above * below - 1) < 1e-15:
-            break
-    return value

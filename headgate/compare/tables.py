@@ -1,4 +1,4 @@
-"""The result of a study in words and as a table, for the terminal and for a paper; all from results.json."""
+"""The results of a study in words and as tables, for the terminal and for a paper."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,19 +22,15 @@ COLUMNS = (
     "to the baseline's loss",
 )
 LEGEND = (
-    "loss: validation, nats a token, mean over the seeds ± half of its 95% interval. difference: to the "
-    "baseline's same seed. p: paired t-test, corrected over the variants (Holm). speed, memory: of a "
-    "training step, relative to the baseline's."
+    "loss: validation, nats a token, mean over the seeds ± half its 95% interval. difference: to the "
+    "baseline with the same seed. p: paired t-test, corrected over the variants (Holm). speed, memory: of a "
+    "training step, relative to the baseline."
 )
 NAMED = 4
-"""As many variants of one verdict as the headline names; of more it counts the rest."""
+"""The headline names at most this many variants of a verdict, and counts the rest of a longer list."""
 
 
-def rows(results: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    return [tuple(cells(variant)) for variant in results["variants"]]
-
-
-def cells(variant: Mapping[str, Any]) -> list[str]:
+def _cells(variant: Mapping[str, Any]) -> list[str]:
     difference = variant["difference"]
     return [
         variant["label"],
@@ -85,18 +81,18 @@ def p_value(p: float | None) -> str:
     return "<0.001" if p < 0.001 else f"{p:.3f}"
 
 
-def ratio(told: Mapping[str, Any] | None) -> str:
-    return "" if told is None else f"{told['ratio']:.2f}x"
+def ratio(cost: Mapping[str, Any] | None) -> str:
+    return "" if cost is None else f"{cost['ratio']:.2f}x"
 
 
-def convergence(told: Mapping[str, Any] | None) -> str:
+def convergence(found: Mapping[str, Any] | None) -> str:
     """Tokens to the loss that the baseline ended with, relative to the baseline's."""
-    if told is None:
+    if found is None:
         return ""
-    if told["relative"] is None:
-        early = told["reached"] == told["of"] and told["early"]
-        return "at the first evaluation" if early else f"reached by {told['reached']} of {told['of']} seeds"
-    return f"{told['relative']:+.0%} tokens"
+    if found["relative"] is None:
+        early = found["reached"] == found["of"] and found["early"]
+        return "at the first evaluation" if early else f"reached by {found['reached']} of {found['of']} seeds"
+    return f"{found['relative']:+.0%} tokens"
 
 
 def headline(results: Mapping[str, Any]) -> str:
@@ -113,40 +109,40 @@ def headline(results: Mapping[str, Any]) -> str:
     ):
         if verdict in groups:
             names = groups[verdict]
-            told = _listed(_few(names, shown=verdict != "no difference shown", more=bool(parts)))
-            parts.append(f"{told} {'is' if len(names) == 1 else 'are'} {words} {baseline['label']}")
+            listed = _in_words(_few(names, shown=verdict != "no difference shown", more=bool(parts)))
+            parts.append(f"{listed} {'is' if len(names) == 1 else 'are'} {words} {baseline['label']}")
     if "not tested" in groups:
-        told = _listed(_few(groups["not tested"], shown=False, more=bool(parts)))
-        parts.append(f"{told} could not be tested, which takes two seeds of both")
+        listed = _in_words(_few(groups["not tested"], shown=False, more=bool(parts)))
+        parts.append(f"{listed} could not be tested: that takes two seeds of both")
     verdict = "; ".join(parts) or "there is nothing to compare with the baseline"
     return f"{verdict[0].upper()}{verdict[1:]}."
 
 
 def _named(variant: Mapping[str, Any]) -> str:
-    """With its difference where one is shown: as a share of the baseline's loss, if that is not next to 0."""
+    """With its difference if one is shown: as a share of the baseline's loss, unless that is almost 0."""
     difference = variant["difference"]
     if difference["verdict"] not in ("better", "worse") or difference["mean"] is None:
         return str(variant["label"])
     relative = difference["relative"]
     meaningful = relative is not None and abs(relative) <= 1
-    told = f"{relative:+.1%}" if meaningful else f"{difference['mean']:+.4f}"
-    return f"{variant['label']} ({told} loss)"
+    amount = f"{relative:+.1%}" if meaningful else f"{difference['mean']:+.4f}"
+    return f"{variant['label']} ({amount} loss)"
 
 
 def _few(names: Sequence[str], *, shown: bool, more: bool) -> list[str]:
-    """All if they are few; of many the first, if they are shown to differ, and the number of the others."""
+    """All if they are few; else the first, if they are shown to differ, and the number of the others."""
     if len(names) <= NAMED:
         return list(names)
     first = list(names[: NAMED - 1]) if shown else []
     return [*first, f"{len(names) - len(first)} {'others' if first or more else 'variants'}"]
 
 
-def _listed(names: Sequence[str]) -> str:
+def _in_words(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def conditions(results: Mapping[str, Any]) -> str:
-    """Under which the sentence holds."""
+    """What the headline holds for."""
     train, seeds = results["config"]["train"], results["seeds"]
     parameters = results["variants"][0]["parameters"]
     size = "" if parameters is None else f", {parameters / 1e6:,.2f}M parameters"
@@ -160,12 +156,15 @@ def conditions(results: Mapping[str, Any]) -> str:
 def markdown(results: Mapping[str, Any]) -> str:
     lines = [f"{results['headline']} {results['conditions']}.", ""]
     lines += [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
-    lines += [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows(results)]
+    lines += [
+        f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in _cells(v))} |"
+        for v in results["variants"]
+    ]
     return "\n".join([*lines, "", LEGEND, ""])
 
 
 def claims_markdown(results: Mapping[str, Any]) -> str:
-    """What the papers say beside what was measured, each relative to its own baseline."""
+    """Each paper's figures beside ours, both relative to their own baseline."""
     lines = ["| paper | row | metric | as printed | there | here | |", f"|{'---|' * 7}"]
     for judged in results["claims"]:
         claim = judged["claim"]
@@ -193,8 +192,8 @@ def print_results(results: Mapping[str, Any]) -> None:
     table = Table(*COLUMNS, box=None, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
-    for row in rows(results):
-        table.add_row(*map(Text, row))
+    for variant in results["variants"]:
+        table.add_row(*map(Text, _cells(variant)))
     console.print(table)
     console.print(f"\n{results['headline']} {results['conditions']}.", markup=False, soft_wrap=True)
     for variant in results["variants"]:

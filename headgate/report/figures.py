@@ -1,8 +1,8 @@
 """The figures of the page as Vega-Lite specifications, made with Altair from the results of a study.
 
-A figure has one or more views, of which the page shows one at a time. Every view keeps to a variant's colour,
-dash and shape and is as wide as the page gives it room; one without a row for each variant hides those in its
-parameter `hidden`.
+A figure has one or more views, and the page shows one of them at a time. A variant has the same colour, dash
+and shape in all of them. Views are as wide as the page allows; unless a view has a row for each variant, its
+parameter `hidden` lists the variants not to draw.
 """
 
 import math
@@ -17,7 +17,7 @@ Rows = list[dict[str, Any]]
 COLOURS = (
     "#4d4d4d", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#7b3294", "#a6611a",
 )  # fmt: skip
-"""For a light page, told apart by those who confuse red and green; the baseline's first."""
+"""For a light page, distinct to readers who confuse red and green; the first is the baseline's."""
 DARK_COLOURS = (
     "#cfcfcf", "#4da3e0", "#ff8c42", "#2fd3a0", "#f0a3cb", "#e6c04a", "#8fd3f7", "#c39bd9", "#d9a26b",
 )  # fmt: skip
@@ -32,7 +32,7 @@ SHAPES = (
 )
 """Circle, square, triangle, diamond, cross, triangle upside down: as paths, which Vega and SVG both draw."""
 CROWD = 8
-"""More variants than that hide each other in one figure: no bands, and names only for those that matter."""
+"""With more variants than this a figure draws no bands and names only those that matter."""
 HEIGHT = 300
 FROM_ZERO = alt.Scale(zero=True)
 ANYWHERE = alt.Scale(zero=False)
@@ -40,7 +40,7 @@ LOGARITHMIC = alt.Scale(type="log", nice=False, padding=12)
 
 
 @dataclass(frozen=True)
-class Figure:
+class PageFigure:
     name: str
     title: str
     caption: str
@@ -56,7 +56,7 @@ class Look:
 
 
 def look(index: int) -> Look:
-    """How a variant is drawn: by dash and colour its own among 36, by shape and colour among 54."""
+    """How a variant is drawn: unique among 36 by dash and colour, among 54 by shape and colour."""
     again, first = divmod(index, len(COLOURS))
     return Look(COLOURS[first], DASHES[again % len(DASHES)], SHAPES[(first + again) % len(SHAPES)])
 
@@ -149,25 +149,25 @@ def _finish(chart: Any, height: int = HEIGHT) -> dict[str, Any]:
     return spec
 
 
-def figures(results: Mapping[str, Any]) -> dict[str, Figure]:
+def figures(results: Mapping[str, Any]) -> dict[str, PageFigure]:
     """Every figure that the results have anything for, by name."""
     painter = Painter([variant["label"] for variant in results["variants"]])
     makers = (
-        differences,
-        curves,
+        difference_figure,
+        curve_figure,
         loss_against_cost,
         cost_against_length,
-        positions,
-        answers,
-        ablations,
-        skipping,
+        position_figure,
+        answer_figure,
+        ablation_figure,
+        skipping_figure,
     )
     made = [figure for maker in makers if (figure := maker(results, painter)) is not None]
-    made += [figure for maker in (heads, movement) if (figure := maker(results)) is not None]
+    made += [figure for maker in (head_figure, movement_figure) if (figure := maker(results)) is not None]
     return {figure.name: figure for figure in made if figure.views}
 
 
-def differences(results: Mapping[str, Any], painter: Painter) -> Figure | None:
+def difference_figure(results: Mapping[str, Any], painter: Painter) -> PageFigure | None:
     rows = [
         {"label": v["label"], **_picked(v["difference"], "mean", "low", "high", "verdict")}
         for v in results["variants"][1:]
@@ -180,10 +180,10 @@ def differences(results: Mapping[str, Any], painter: Painter) -> Figure | None:
         "Mean over the seeds with its 95% interval. The interval is each variant's own; the verdict is "
         "corrected for the number of variants, so an interval beside 0 may still be no difference shown."
     )
-    return Figure("differences", "How far from the baseline", caption, views)
+    return PageFigure("differences", "How far from the baseline", caption, views)
 
 
-def curves(results: Mapping[str, Any], painter: Painter) -> Figure | None:
+def curve_figure(results: Mapping[str, Any], painter: Painter) -> PageFigure | None:
     rows = [
         {"label": v["label"], **_picked(point, "tokens", "seconds", "mean", "low", "high")}
         for v in results["variants"]
@@ -230,10 +230,10 @@ def curves(results: Mapping[str, Any], painter: Painter) -> Figure | None:
         if results["costs"] is None
         else "Seconds are those of the separate measurement of speed, with the machine to itself."
     )
-    return Figure("curves", "Learning curves", caption, views)
+    return PageFigure("curves", "Learning curves", caption, views)
 
 
-def loss_against_cost(results: Mapping[str, Any], painter: Painter) -> Figure | None:
+def loss_against_cost(results: Mapping[str, Any], painter: Painter) -> PageFigure | None:
     if results["costs"] is None:
         return None
     context = results["config"]["train"]["context"]
@@ -302,11 +302,11 @@ def loss_against_cost(results: Mapping[str, Any], painter: Painter) -> Figure | 
     caption = "Down and to the left is better. The bar is the 95% interval of the loss." + (
         " Named are the baseline and, ablations aside, those that no other beats in both." if crowded else ""
     )
-    return Figure("loss-against-cost", "Loss against cost", caption, views)
+    return PageFigure("loss-against-cost", "Loss against cost", caption, views)
 
 
 def _frontier(rows: Rows, cost: str) -> set[str]:
-    """The labels of those than which no other is better in both loss and cost."""
+    """Labels on the Pareto front of loss and cost."""
     found, best = set(), math.inf
     for row in sorted(rows, key=lambda row: (row[cost], row["mean"])):
         if row["mean"] < best:
@@ -315,7 +315,7 @@ def _frontier(rows: Rows, cost: str) -> set[str]:
     return found
 
 
-def cost_against_length(results: Mapping[str, Any], painter: Painter) -> Figure | None:
+def cost_against_length(results: Mapping[str, Any], painter: Painter) -> PageFigure | None:
     if results["costs"] is None:
         return None
     rows, marks = [], []
@@ -367,7 +367,7 @@ def cost_against_length(results: Mapping[str, Any], painter: Painter) -> Figure 
         "A diamond marks the length from which a variant is faster, found by measuring between the lengths "
         "shown."
     )
-    return Figure("cost-against-length", "Cost against context length", caption, views)
+    return PageFigure("cost-against-length", "Cost against context length", caption, views)
 
 
 def _crossings(painter: Painter, marks: Rows, x: alt.X) -> list[dict[str, Any]]:
@@ -390,7 +390,7 @@ def _crossings(painter: Painter, marks: Rows, x: alt.X) -> list[dict[str, Any]]:
     return [{key: layer[key] for key in ("data", "transform", "mark", "encoding")}]
 
 
-def positions(results: Mapping[str, Any], painter: Painter) -> Figure | None:
+def position_figure(results: Mapping[str, Any], painter: Painter) -> PageFigure | None:
     baseline = {place["first"]: place["mean"] for place in results["variants"][0]["by_position"]}
     rows = []
     for variant in results["variants"]:
@@ -415,17 +415,17 @@ def positions(results: Mapping[str, Any], painter: Painter) -> Figure | None:
     views = {"loss": painter.lines(rows, x, y, tooltip, band=("low", "high"))}
     if compared:
         difference = ("difference", f"loss minus that of {results['baseline']}")
-        told = [*tooltip[:3], alt.Tooltip("difference:Q", format="+.4f")]
-        views = {"difference": painter.lines(compared, x, difference, told, rule=0.0), **views}
+        shown = [*tooltip[:3], alt.Tooltip("difference:Q", format="+.4f")]
+        views = {"difference": painter.lines(compared, x, difference, shown, rule=0.0), **views}
     caption = (
         "Mean over the seeds at positions that double in width. A mechanism that forgets what is far shows "
         "it on the right."
     )
-    return Figure("positions", "Loss by position in the context", caption, views)
+    return PageFigure("positions", "Loss by position in the context", caption, views)
 
 
-def answers(results: Mapping[str, Any], painter: Painter) -> Figure | None:
-    """On data that asks for answers: how many are right, by how far back the key stands."""
+def answer_figure(results: Mapping[str, Any], painter: Painter) -> PageFigure | None:
+    """On data with answers: the share of right ones, by distance to the key."""
     rows = [
         {
             "label": v["label"],
@@ -458,10 +458,10 @@ def answers(results: Mapping[str, Any], painter: Painter) -> Figure | None:
         f"Mean over the seeds; {painter.band} is its 95% interval, as far as a share can go. What a window "
         "cannot reach shows as a fall to the right."
     )
-    return Figure("answers", "Answers by distance", caption, views)
+    return PageFigure("answers", "Answers by distance", caption, views)
 
 
-def ablations(results: Mapping[str, Any], painter: Painter) -> Figure | None:
+def ablation_figure(results: Mapping[str, Any], painter: Painter) -> PageFigure | None:
     """Each mechanism that has ablations here, beside them."""
     families = dict.fromkeys(v["mechanism"] for v in results["variants"] if v["ablation"])
     views = {}
@@ -476,10 +476,10 @@ def ablations(results: Mapping[str, Any], painter: Painter) -> Figure | None:
             order = [row["label"] for row in rows]
             views[family] = painter.intervals(rows, "difference", title, order, rule=0.0)
     caption = "What is left of a mechanism's difference when a part of it is taken away."
-    return Figure("ablations", "Ablations", caption, views)
+    return PageFigure("ablations", "Ablations", caption, views)
 
 
-def heads(results: Mapping[str, Any]) -> Figure | None:
+def head_figure(results: Mapping[str, Any]) -> PageFigure | None:
     views = {}
     for variant in results["variants"]:
         if not variant["gates"]:
@@ -505,10 +505,10 @@ def heads(results: Mapping[str, Any]) -> Figure | None:
         layers = (cells, numbers) if len(rows) <= 160 else (cells,)
         views[variant["label"]] = _finish(alt.layer(*layers), height=26 * len(variant["gates"]["heads"]))
     caption = "Mean gate of each head at the end of training, over the seeds and the first evaluated batch."
-    return Figure("heads", "The gates by layer and head", caption, views)
+    return PageFigure("heads", "The gates by layer and head", caption, views)
 
 
-def movement(results: Mapping[str, Any]) -> Figure | None:
+def movement_figure(results: Mapping[str, Any]) -> PageFigure | None:
     views = {}
     for variant in results["variants"]:
         rows = [row for row in (variant["gates"] or {"moved": []})["moved"] if row["mean"] is not None]
@@ -521,12 +521,13 @@ def movement(results: Mapping[str, Any]) -> Figure | None:
             tooltip=["layer:O", alt.Tooltip("tokens:Q", format=",.0f"), alt.Tooltip("mean:Q", format=".3f")],
         )
         views[variant["label"]] = _finish(alt.layer(chart.mark_line(), chart.mark_point(filled=True)))
-    return Figure("movement", "How the gates moved", "Mean gate of each layer at each evaluation.", views)
+    return PageFigure("movement", "How the gates moved", "Mean gate of each layer at each evaluation.", views)
 
 
-def skipping(results: Mapping[str, Any], painter: Painter) -> Figure | None:
-    """The loss it costs not to compute what a gate nearly closes, against the share that is not computed."""
-    rows = [{"label": label, **row} for label, told in (results["skipping"] or {}).items() for row in told]
+def skipping_figure(results: Mapping[str, Any], painter: Painter) -> PageFigure | None:
+    """The loss that skipping nearly closed gates costs, against the share skipped."""
+    by_label = results["skipping"] or {}
+    rows = [{"label": label, **row} for label, thresholds in by_label.items() for row in thresholds]
     if not rows:
         return None
     tooltip = [
@@ -538,9 +539,9 @@ def skipping(results: Mapping[str, Any], painter: Painter) -> Figure | None:
     ]
     x = alt.X("skipped:Q", title="share not computed", axis=alt.Axis(format="%"))
     y = ("loss_cost", "loss it costs")
-    caption = "Each point is a threshold: what a gate weighs less than that is not computed at decoding."
+    caption = "Each point is a threshold: what lies behind a gate below it is not computed in decoding."
     views = {"": painter.lines(rows, x, y, tooltip, rule=0.0)}
-    return Figure("skipping", "Computation that follows the gate", caption, views)
+    return PageFigure("skipping", "Computation that follows the gate", caption, views)
 
 
 def _picked(values: Mapping[str, Any], *names: str) -> dict[str, Any]:

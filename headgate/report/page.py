@@ -1,7 +1,7 @@
-"""report.html: one file that opens from disk, needs no network, and tells all of a study.
+"""report.html: all of a study in one file that opens from disk and needs no network.
 
-Text goes through the template, which escapes it, or into JSON inside the page, where no character can end
-the script; scripts put it into the page as text. So a label with markup in it shows as it is written.
+Text goes through the template, which escapes it, or into JSON inside the page, where no character can end the
+script, and scripts insert it as text. So a label with markup in it shows as it was written.
 """
 
 import json
@@ -16,8 +16,8 @@ import vl_convert
 from markupsafe import Markup
 
 from headgate.files import write_text
-from headgate.report.collect import read_study
 from headgate.report.figures import COLOURS, CROWD, DARK_COLOURS, figures, look
+from headgate.report.reading import read_results
 from headgate.version import __version__
 
 SYMBOLS = {"better": "▼", "worse": "▲", "no difference shown": "≈", "not tested": "?", "baseline": "·"}
@@ -27,7 +27,7 @@ METRICS = {"loss": "loss", "speed": "speed", "memory": "memory", "convergence": 
 def write_page(folder: str | os.PathLike[str]) -> Path:
     """Write report.html into a study folder that has its results.json."""
     path = Path(folder) / "report.html"
-    write_text(path, page(read_study(folder)))
+    write_text(path, page(read_results(folder)))
     return path
 
 
@@ -42,9 +42,9 @@ def page(study: Mapping[str, Any]) -> str:
     environment.filters |= {
         "signed": _signed,
         "percent": _percent,
-        "number": _number,
+        "number": _decimal,
         "p": _p,
-        "bytes": _bytes,
+        "bytes": _bytes_in_words,
     }
     made = figures(study)
     data = {
@@ -63,7 +63,7 @@ def page(study: Mapping[str, Any]) -> str:
         symbols=SYMBOLS,
         metrics=METRICS,
         crossovers=_crossovers(study),
-        commands=_commands(study),
+        commands=_shell_commands(study),
         config=json.dumps(study["config"], indent=2),
         data=Markup(_script_json(data)),
         vega=Markup(_vega()),
@@ -78,7 +78,7 @@ def _vega() -> str:
 
 
 def _script_json(data: Any) -> str:
-    """JSON that may stand inside a script element: nothing in it can close the element or open a comment."""
+    """JSON for a script element: nothing in it can close the element or open a comment."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -86,7 +86,7 @@ def _script_json(data: Any) -> str:
 
 
 def _crossovers(study: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Where each variant starts to be faster, in words; none if only one length was measured."""
+    """Where each variant starts to be faster, in words; empty if only one length was measured."""
     lengths = {cost["length"] for cost in (study["costs"] or {"costs": []})["costs"]}
     if len(lengths) < 2:
         return []
@@ -104,11 +104,13 @@ def _crossovers(study: Mapping[str, Any]) -> list[dict[str, str]]:
     return list(by_label.values())
 
 
-def _commands(study: Mapping[str, Any]) -> dict[str, Any]:
-    told = study["commands"]
+def _shell_commands(study: Mapping[str, Any]) -> dict[str, Any] | None:
+    commands = study["commands"]
+    if commands is None:
+        return None
     return {
-        "whole": [shlex.join(words) for words in (told["prepare"], told["compare"]) if words],
-        "runs": [shlex.join(words) for words in told["runs"]],
+        "whole": [shlex.join(words) for words in (commands["prepare"], commands["compare"]) if words],
+        "runs": [shlex.join(words) for words in commands["runs"]],
     }
 
 
@@ -120,7 +122,7 @@ def _percent(value: float | None, digits: int = 1) -> str:
     return "" if value is None else f"{value:+.{digits}%}".replace("-", "−")
 
 
-def _number(value: float | None, digits: int = 4) -> str:
+def _decimal(value: float | None, digits: int = 4) -> str:
     return "" if value is None else f"{value:,.{digits}f}"
 
 
@@ -130,7 +132,7 @@ def _p(value: float | None) -> str:
     return "< 0.001" if value < 0.001 else f"{value:.3f}"
 
 
-def _bytes(value: float | None) -> str:
+def _bytes_in_words(value: float | None) -> str:
     if value is None:
         return ""
     for unit in ("B", "kB", "MB"):

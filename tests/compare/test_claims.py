@@ -9,11 +9,18 @@ from typing import Any
 
 import pytest
 
-from headgate.compare.claims import CLAIMS, CONTRADICTIONS, Claim, judge
-from headgate.mechanisms import MECHANISMS
+from headgate.compare.claims import check_variants, judge, judge_papers
+from headgate.compare.variants import Variant
+from headgate.config import Config
+from headgate.errors import HeadgateError
+from headgate.papers.paper import Claim, Paper, load_paper, shipped_papers
 
 SHARED = Path(os.environ.get("HEADGATE_SHARED", Path(__file__).parents[3] / "shared"))
-PAPERS = sorted({claim.paper for claim in CLAIMS})
+PAPERS = {paper.paper: paper for paper in shipped_papers()}
+CLAIMS = [(paper.paper, claim) for paper in PAPERS.values() for claim in paper.claims]
+EACH_CLAIM = pytest.mark.parametrize(
+    ("paper", "claim"), CLAIMS, ids=[f"{paper}-{claim.row}-{claim.metric}" for paper, claim in CLAIMS]
+)
 Reader = Callable[[str], list[str]]
 
 
@@ -33,13 +40,9 @@ def papers() -> Reader:
     return read
 
 
-def claims_of(paper: str) -> list[Claim]:
-    return [claim for claim in CLAIMS if claim.paper == paper]
-
-
-@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: f"{claim.paper}-{claim.row}-{claim.metric}")
-def test_the_paper_prints_the_figure_in_its_row(claim: Claim, papers: Reader) -> None:
-    for text in papers(claim.paper):
+@EACH_CLAIM
+def test_the_paper_prints_the_figure_in_its_row(paper: str, claim: Claim, papers: Reader) -> None:
+    for text in papers(paper):
         lines = [line for line in text.splitlines() if claim.row in line]
         if claim.metric == "convergence":
             assert any("minimum loss 15% faster" in line for line in lines)
@@ -53,7 +56,7 @@ def test_the_paper_prints_the_figure_in_its_row(claim: Claim, papers: Reader) ->
 
 @pytest.mark.parametrize("paper", PAPERS)
 def test_no_figure_of_a_paper_is_left_out(paper: str, papers: Reader) -> None:
-    claims = claims_of(paper)
+    claims = PAPERS[paper].claims
     by_metric = {
         metric: {claim.printed.partition(" ")[0] for claim in claims if claim.metric == metric}
         | {claim.baseline_printed.partition(" ")[0] for claim in claims if claim.metric == metric}
@@ -66,14 +69,14 @@ def test_no_figure_of_a_paper_is_left_out(paper: str, papers: Reader) -> None:
         assert set(re.findall(r"\d+(?=GB)", text)) <= by_metric["memory"]
 
 
-@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: f"{claim.paper}-{claim.row}-{claim.metric}")
-def test_a_claims_mechanism_and_ablation_are_registered(claim: Claim) -> None:
-    mechanism = MECHANISMS.get(claim.mechanism)
-    assert claim.ablation is None or claim.ablation in mechanism.ablations
+@pytest.mark.parametrize("paper", PAPERS)
+def test_a_study_can_run_what_a_claim_is_about(paper: str, micro: Config) -> None:
+    check_variants(PAPERS[paper], micro.model)
+    assert {Variant.parse(claim.variant).label for claim in PAPERS[paper].claims}
 
 
 def find(paper: str, row: str, metric: str) -> Claim:
-    (claim,) = [c for c in CLAIMS if (c.paper, c.row, c.metric) == (paper, row, metric)]
+    (claim,) = [c for c in PAPERS[paper].claims if (c.row, c.metric) == (row, metric)]
     return claim
 
 
@@ -89,23 +92,23 @@ def test_relative_differences_as_the_papers_word_them() -> None:
 
 
 def test_which_claims_say_equal_to_the_baseline() -> None:
-    equal = {(claim.paper, claim.row) for claim in CLAIMS if claim.direction == 0}
+    equal = {(paper, claim.row) for paper, claim in CLAIMS if claim.direction == 0}
     assert equal == {("dynamic-sparse", "Fixed Window"), ("sparse-geometric", "Disabling both components")}
-    for claim in CLAIMS:
+    for _, claim in CLAIMS:
         assert claim.direction in (0, 1 if claim.relative > 0 else -1)
     assert find("sparse-geometric", "Dynamic Sparse", "loss").error == pytest.approx(
         0.01628 / 4.927, rel=1e-3
     )
 
 
-def variant(mechanism: str, ablation: str | None = None, **measured: Any) -> dict[str, Any]:
-    nothing = {"difference": None, "speed": None, "memory": None, "convergence": None}
-    named = {"label": f"my {mechanism}", "mechanism": mechanism, "ablation": ablation, "own_options": {}}
-    return {**named, **nothing, **measured}
+def measured(**found: Any) -> dict[str, Any]:
+    """The results of a variant."""
+    return {"label": "mine", "difference": None, "speed": None, "memory": None, "convergence": None, **found}
 
 
 def loss(verdict: str, relative: float | None, low: float | None, high: float | None) -> dict[str, Any]:
-    return {"relative": relative, "relative_low": low, "relative_high": high, "verdict": verdict}
+    ends = {"relative": relative, "relative_low": low, "relative_high": high}
+    return {"seeds": 3, **ends, "verdict": verdict}
 
 
 FULL_MODEL = find("dynamic-sparse", "Full Model", "loss")
@@ -134,9 +137,10 @@ NEITHER = find("sparse-geometric", "Disabling both components", "loss")
     ],
 )
 def test_verdict_on_a_loss(claim: Claim, difference: dict[str, Any], expected: str) -> None:
-    (judged,) = judge([claim], [variant(claim.mechanism, claim.ablation, difference=difference)])
+    judged = judge(claim, measured(difference=difference))
+    assert judged is not None
     assert judged.verdict == expected
-    assert judged.label == f"my {claim.mechanism}"
+    assert judged.label == "mine"
     assert (judged.relative, judged.low, judged.high) == (
         difference["relative"],
         difference["relative_low"],
@@ -153,7 +157,7 @@ SOONER = find("dynamic-sparse", "Convergence", "convergence")
 
 
 @pytest.mark.parametrize(
-    ("claim", "measured", "expected"),
+    ("claim", "cost", "expected"),
     [
         (SLOWER, {"ratio": 0.9, "low": 0.85, "high": 0.95}, "same direction"),
         (SLOWER, {"ratio": 1.5, "low": 1.4, "high": 1.6}, "opposite"),
@@ -172,51 +176,75 @@ SOONER = find("dynamic-sparse", "Convergence", "convergence")
         (SOONER, {"relative": None, "low": None, "high": None}, "no difference shown"),
     ],
 )
-def test_verdict_on_a_cost(claim: Claim, measured: dict[str, Any], expected: str) -> None:
+def test_verdict_on_a_cost(claim: Claim, cost: dict[str, Any], expected: str) -> None:
     shown = loss("better", -0.1, -0.2, -0.05)
-    (judged,) = judge([claim], [variant(claim.mechanism, difference=shown, **{claim.metric: measured})])
+    judged = judge(claim, measured(difference=shown, **{claim.metric: cost}))
+    assert judged is not None
     assert judged.verdict == expected
-    if "ratio" in measured:
-        assert judged.relative == pytest.approx(measured["ratio"] - 1)
+    if "ratio" in cost:
+        assert judged.relative == pytest.approx(cost["ratio"] - 1)
     else:
-        assert judged.relative == measured["relative"]
+        assert judged.relative == cost["relative"]
 
 
 def test_sooner_counts_where_the_loss_is_shown_to_differ() -> None:
     by_chance = loss("no difference shown", -0.1, -0.2, -0.05)
     sooner = {"relative": -0.1, "low": -0.2, "high": -0.05}
-    (judged,) = judge([SOONER], [variant(SOONER.mechanism, difference=by_chance, convergence=sooner)])
+    judged = judge(SOONER, measured(difference=by_chance, convergence=sooner))
+    assert judged is not None
     assert judged.verdict == "no difference shown"
 
 
-def test_a_claim_is_judged_by_its_own_variant_alone() -> None:
+def test_only_claims_whose_variants_ran_are_judged() -> None:
     better, worse = loss("better", -0.1, -0.2, -0.05), loss("worse", 0.1, 0.05, 0.2)
-    changed = {**variant("dynamic-sparse", difference=worse), "own_options": {"window": 64}}
-    study = [
-        variant("full"),
-        changed,
-        variant("dynamic-sparse", "no-gate", difference=worse),
-        variant("dynamic-sparse", difference=better),
-    ]
-    judged = {(j.claim.row, j.claim.metric): j for j in judge(claims_of("dynamic-sparse"), study)}
-    assert judged["Full Model", "loss"].verdict == "same direction"
-    assert judged["No Gating", "loss"].verdict == "opposite"
-    assert judged["No Window", "loss"].verdict == "not run"
-    assert judged["No Window", "loss"].label is None
-    assert judged["Memory usage", "memory"].verdict == "not run"
-    assert {j.verdict for j in judge(CLAIMS, [changed])} == {"not run"}
-    assert [j.claim for j in judge(CLAIMS, [])] == list(CLAIMS)
+    names = ["full", "dynamic-sparse:window=64", "dynamic-sparse:no-gate@mine", "dynamic-sparse", "local"]
+    failed = loss("not tested", None, None, None) | {"seeds": 0}
+    rows = [measured(difference=found) for found in (None, worse, worse, better, failed)]
+    found = judge_papers(list(PAPERS.values()), [Variant.parse(name) for name in names], rows)
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    verdicts = {(row["claim"]["paper"], row["claim"]["row"]): row["verdict"] for row in found["claims"]}
+    assert verdicts == {
+        ("dynamic-sparse", "Full Model"): "same direction",
+        ("dynamic-sparse", "No Gating"): "opposite",
+        ("sparse-geometric", "Dynamic Sparse"): "same direction",
+    }
+    (full_model,) = (row for row in found["claims"] if row["claim"]["row"] == "Full Model")
+    assert (full_model["claim"]["value"], full_model["claim"]["baseline"]) == (4.904, 4.9266)
+    assert (full_model["relative"], full_model["low"], full_model["high"]) == (-0.1, -0.2, -0.05)
+    # A paper that the study has nothing of is not held against itself either.
+    shown = PAPERS["dynamic-sparse"].contradictions + PAPERS["sparse-geometric"].contradictions
+    assert [row["title"] for row in found["contradictions"]] == [one.title for one in shown]
+    assert judge_papers([], [], []) == {"claims": [], "contradictions": []}
+    assert judge(FULL_MODEL, measured()) is None
 
 
-def test_judged_claims_and_contradictions_are_plain_json() -> None:
-    judged = judge(CLAIMS, [variant("dynamic-sparse", difference=loss("better", -0.1, -0.2, -0.05))])
-    (row,) = [j.to_dict() for j in judged if j.claim == FULL_MODEL]
-    assert json.loads(json.dumps(row, allow_nan=False)) == row
-    assert row["claim"]["value"] == 4.904
-    assert row["claim"]["baseline"] == 4.9266
-    assert (row["verdict"], row["relative"], row["low"], row["high"]) == ("same direction", -0.1, -0.2, -0.05)
-    titles = [contradiction.to_dict()["title"] for contradiction in CONTRADICTIONS]
-    assert len(set(titles)) == len(titles)
+OWN = {"row": "Ours", "variant": "local", "metric": "loss", "printed": "4.90", "baseline_printed": "5.00"}
+
+
+@pytest.mark.parametrize(
+    ("claims", "message"),
+    [
+        ([OWN, OWN | {"metric": "los"}], r"claims\[1\].metric='los' is not a choice; did you mean 'loss'"),
+        ([OWN | {"printed": 4.9}], r"claims\[0\].printed=4.9 is a float; expected text"),
+        ([OWN | {"printed": "much"}], "row 'Ours': printed='much' is not a figure above 0"),
+        ([OWN | {"baseline_printed": "0"}], "row 'Ours': baseline_printed='0' is not a figure above 0"),
+        ([OWN | {"value": "4.9"}], r"unknown key 'claims\[0\].value'"),
+        ([OWN, OWN], "row 'Ours' gives the loss of local twice"),
+        ([{"row": "Ours"}], r"key 'claims\[0\].variant' is missing"),
+    ],
+)
+def test_bad_claims_name_file_and_row(claims: list[Any], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"paper": "mine", "claims": claims}))
+    with pytest.raises(HeadgateError, match=message) as error:
+        load_paper(path)
+    assert str(path) in str(error.value)
+
+
+def test_a_claim_about_what_no_study_runs_is_refused(micro: Config) -> None:
+    paper = Paper("mine", (Claim(**OWN | {"variant": "dynamic-sparse:no-gait"}),))  # type: ignore[arg-type]
+    with pytest.raises(HeadgateError, match=r"claims of 'mine', row 'Ours': .* did you mean 'no-gate'"):
+        check_variants(paper, micro.model)
 
 
 def test_what_the_contradictions_quote_stands_in_the_papers(papers: Reader) -> None:
@@ -224,7 +252,7 @@ def test_what_the_contradictions_quote_stands_in_the_papers(papers: Reader) -> N
     everything = " ".join(" ".join(text.split()) for paper in PAPERS for text in papers(paper))
     reckoned = {"16.8", "1.5", "5.6"}
     checked = 0
-    for contradiction in CONTRADICTIONS:
+    for contradiction in (one for paper in PAPERS.values() for one in paper.contradictions):
         text = f"{contradiction.title}. {contradiction.explanation}"
         quoted = [part for quotation in re.findall('"([^"]+)"', text) for part in quotation.split(" ... ")]
         numbers = [n for n in re.findall(r"\d+[.,]\d+", text) if n not in reckoned]

@@ -6,21 +6,23 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from study_examples import LABEL, SETTINGS, asked, write_recipe
+from study_examples import CLAIM, LABEL, SETTINGS, asked, write_recipe
+from waiting import HANG, wait_until
 
 from headgate.compare import results as results_module
-from headgate.compare.results import collect, write_results
-from headgate.compare.study import StudyFolder, run_study
+from headgate.compare import study as study_module
+from headgate.compare.results import differences_to, study_results
+from headgate.compare.study import run_study
 from headgate.compare.tables import print_against
 from headgate.compare.variants import PAPERS, Variant, parse_variants, with_ablations
 from headgate.config import Config, MechanismSpec, StudyOptions
 from headgate.errors import HeadgateError
-from headgate.measure.costs import crossover
+from headgate.measure.costs import crossover, step_seconds
+from headgate.report.reading import read_results
 from headgate.train.folder import last_step, read_metrics
 
 
@@ -60,7 +62,7 @@ def test_folders_of_variants_are_safe_and_their_own() -> None:
         (["local@"], "variant 'local@' has an empty label"),
     ],
 )
-def test_bad_names_are_told(names: list[str], message: str, micro: Config) -> None:
+def test_bad_names_are_refused(names: list[str], message: str, micro: Config) -> None:
     with pytest.raises(HeadgateError) as error:
         parse_variants(names, micro.model)
     assert message in str(error.value)
@@ -71,10 +73,10 @@ def test_a_mechanism_without_ablations_cannot_be_ablated() -> None:
         with_ablations("full")
 
 
-def test_every_run_is_trained_and_told(study: Path) -> None:
-    told = json.loads((study / "results.json").read_text())
-    assert [v["label"] for v in told["variants"]] == ["full", "dynamic-sparse", "<b>log</b> & co"]
-    for variant in told["variants"]:
+def test_every_run_is_trained_and_in_the_results(study: Path) -> None:
+    results = json.loads((study / "results.json").read_text())
+    assert [v["label"] for v in results["variants"]] == ["full", "dynamic-sparse", "<b>log</b> & co"]
+    for variant in results["variants"]:
         losses = [run["loss"] for run in variant["runs"]]
         for run in variant["runs"]:
             lines = [line for line in read_metrics(study / run["folder"]) if "validation" in line]
@@ -84,7 +86,7 @@ def test_every_run_is_trained_and_told(study: Path) -> None:
         assert variant["curve"][-1]["mean"] == pytest.approx(variant["loss"]["mean"])
         assert variant["memory"]["ratio"] > 0
         assert variant["speed"]["low"] <= variant["speed"]["ratio"] <= variant["speed"]["high"]
-    full, sparse, _ = told["variants"]
+    full, sparse, _ = results["variants"]
     pairs = [ours["loss"] - theirs["loss"] for ours, theirs in zip(sparse["runs"], full["runs"], strict=True)]
     assert sparse["difference"]["mean"] == pytest.approx(sum(pairs) / 2)
     assert full["difference"] is None
@@ -94,7 +96,7 @@ def test_every_run_is_trained_and_told(study: Path) -> None:
     assert full["gates"] is None
     table = (study / "results.md").read_text()
     assert table.count("\n| ") == 4
-    assert told["headline"] in table
+    assert results["headline"] in table
 
 
 def test_variants_share_data_and_weights(study: Path) -> None:
@@ -158,22 +160,20 @@ def test_interrupted_and_resumed_it_is_the_same(
         stdout=subprocess.DEVNULL,
         text=True,
     )
-    deadline = time.monotonic() + 120
-    while not any(last_step(run) for run in out.glob("runs/*/*")):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: any(last_step(run) for run in out.glob("runs/*/*")), process)
+    process.send_signal(signal.SIGSTOP)  # it starts no further run before it is told to stop
     with pytest.raises(HeadgateError, match="is being compared by another process; wait for it or stop it"):
         run_study(names, data, out, settings, options)
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)
+    process.send_signal(signal.SIGCONT)
+    _, errors = process.communicate(timeout=HANG)
     assert process.returncode == 130, errors
-    assert "the same command goes on" in errors
+    assert "the same command resumes them" in errors
     assert "Traceback" not in errors
     unfinished = [run for run in out.glob("runs/*/*") if not (run / "summary.json").is_file()]
     assert unfinished or len(list(out.glob("runs/*/*"))) < 6
     assert run_study(names, data, out, settings, StudyOptions(**{**vars(options), "cost": False}))
-    assert settled(write_results(out), out) == settled(collect(study), study)
+    assert settled(study_results(out), out) == settled(study_results(study), study)
 
 
 def settled(results: dict[str, Any], folder: Path) -> Any:
@@ -192,23 +192,22 @@ def test_a_crash_is_reported_and_the_rest_goes_on(data: Path, micro: Config, tmp
     broken = out / "runs/local/seed-1"
     recipe = write_recipe(micro, tmp_path)
     options = StudyOptions(recipe=str(recipe), seeds=2, cost=False)
-    StudyFolder(out)
     run_study(["local"], data, out, SETTINGS, StudyOptions(recipe=str(recipe), seeds=1, cost=False))
     broken.mkdir(parents=True)
     (broken / "notes.txt").write_text("in the way")
     assert not run_study(["local"], data, out, SETTINGS, options)
-    told = write_results(out)
-    assert [run["state"] for run in told["variants"][0]["runs"]] == ["finished", "finished"]
-    assert [run["state"] for run in told["variants"][1]["runs"]] == ["finished", "failed"]
-    reason = told["variants"][1]["runs"][1]["reason"]
+    results = read_results(out)
+    assert [run["state"] for run in results["variants"][0]["runs"]] == ["finished", "finished"]
+    assert [run["state"] for run in results["variants"][1]["runs"]] == ["finished", "failed"]
+    reason = results["variants"][1]["runs"][1]["reason"]
     assert "holds 'notes.txt' and no config.json" in reason
-    assert told["variants"][1]["difference"]["verdict"] == "not tested"
+    assert results["variants"][1]["difference"]["verdict"] == "not tested"
     assert "1 of 2 seeds failed" in (out / "results.md").read_text()
 
     (broken / "notes.txt").unlink()
     assert run_study(["local", "dynamic-sparse"], data, out, SETTINGS, options)  # repaired, and with one more
-    told = collect(out)
-    assert [[run["state"] for run in v["runs"]] for v in told["variants"]] == [["finished"] * 2] * 3
+    results = study_results(out)
+    assert [[run["state"] for run in v["runs"]] for v in results["variants"]] == [["finished"] * 2] * 3
 
 
 def test_a_study_is_not_mixed_with_another(study: Path, micro: Config, data: Path, tmp_path: Path) -> None:
@@ -226,11 +225,14 @@ def test_a_study_is_not_mixed_with_another(study: Path, micro: Config, data: Pat
     with pytest.raises(HeadgateError, match=r"is taken and holds no study\.json"):
         run_study(names, data, tmp_path, settings, options)
     with pytest.raises(HeadgateError, match=r"has no study\.json"):
-        collect(tmp_path)
+        study_results(tmp_path)
 
 
-def test_what_no_run_could_train_on_is_refused_before_the_first(data: Path, tmp_path: Path) -> None:
-    names, _, out, settings, options = asked(tmp_path / "out", data)
+def test_what_no_run_could_train_on_is_refused_before_the_first(
+    data: Path, micro: Config, tmp_path: Path
+) -> None:
+    names, _, out, settings, _ = asked(tmp_path / "out", data)
+    options = StudyOptions(recipe=str(write_recipe(micro, tmp_path)))  # the shared one may not be there yet
     for setting, message in [
         ("model.vocab_size=9", "model.vocab_size=9 is too small for the data"),
         ("train.context=99999999", "99999999"),
@@ -263,28 +265,55 @@ def test_the_page_names_the_commands_that_make_it_again() -> None:
 def test_any_variant_can_be_what_others_are_compared_with(
     study: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = collect(study)
-    found = results_module.against(told, "dynamic-sparse")
+    results = study_results(study)
+    found = differences_to("dynamic-sparse", results)
     assert list(found) == ["full", LABEL]
-    forward = told["variants"][1]["difference"]
+    forward = results["variants"][1]["difference"]
     assert found["full"].mean == pytest.approx(-forward["mean"])
     assert found["full"].p == pytest.approx(forward["p"])
     print_against("dynamic-sparse", found)
     assert f"{found['full'].mean:+.4f}" in capsys.readouterr().out
     with pytest.raises(HeadgateError, match="no variant 'dynamic'; did you mean 'dynamic-sparse'"):
-        results_module.against(told, "dynamic")
+        differences_to("dynamic", results)
 
 
-def test_equal_seconds_give_slower_variants_fewer_steps(data: Path, micro: Config, tmp_path: Path) -> None:
+def test_own_claims_stay_with_the_study(study: Path, tmp_path: Path) -> None:
+    def papers(results: dict[str, Any]) -> list[str]:
+        return list(dict.fromkeys(row["claim"]["paper"] for row in results["claims"]))
+
+    assert papers(read_results(study)) == ["dynamic-sparse", "sparse-geometric", "mine"]
+    (row,) = (row for row in study_results(study)["claims"] if row["claim"]["paper"] == "mine")
+    assert (row["claim"]["row"], row["label"]) == (CLAIM["row"], LABEL)
+    assert "| mine | <i>Ours</i> | loss | 4.90 ± 0.01 against 5.00" in (study / "papers.md").read_text()
+    command = read_results(study)["commands"]["compare"]
+    assert command[command.index("--claims") + 1] == str(study / "claims.json")
+
+
+def test_bad_claims_are_refused_before_anything_is_trained(data: Path, tmp_path: Path) -> None:
+    names, _, out, settings, options = asked(tmp_path / "out", data)
+    for claims, message in [(CLAIM | {"variant": "locl"}, "did you mean 'local'"), ({}, "is missing")]:
+        path = tmp_path / "bad.json"
+        path.write_text(json.dumps({"paper": "mine", "claims": [claims]}))
+        with pytest.raises(HeadgateError, match=message):
+            run_study(names, data, out, settings, StudyOptions(**{**vars(options), "claims": str(path)}))
+        assert not out.exists()
+
+
+def test_equal_seconds_give_slower_variants_fewer_steps(
+    data: Path, micro: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = step_seconds([Variant.parse("full"), Variant.parse("sparse-geometric")], micro, 1)
+    assert list(measured) == ["full", "sparse-geometric"]
+    assert min(measured.values()) > 0
+    monkeypatch.setattr(study_module, "step_seconds", lambda *_: {"full": 0.5, "sparse-geometric": 1.6})
     out = tmp_path / "study"
     options = StudyOptions(recipe=str(write_recipe(micro, tmp_path)), seeds=1, cost=False, budget="seconds")
-    assert run_study(["sparse-geometric"], data, out, ["train.steps=40", "train.context=48"], options)
-    told = write_results(out)
-    steps = {v["label"]: v["steps"] for v in told["variants"]}
-    assert steps["full"] == 40
-    assert 1 <= steps["sparse-geometric"] != 40
-    assert told["variants"][1]["runs"][0]["tokens"] == steps["sparse-geometric"] * 4 * 48
-    assert "at equal seconds" in told["conditions"]
+    assert run_study(["sparse-geometric"], data, out, ["train.steps=16", "train.context=48"], options)
+    results = read_results(out)
+    steps = {v["label"]: v["steps"] for v in results["variants"]}
+    assert steps == {"full": 16, "sparse-geometric": 5}
+    assert results["variants"][1]["runs"][0]["tokens"] == steps["sparse-geometric"] * 4 * 48
+    assert "at equal seconds" in results["conditions"]
 
 
 @pytest.mark.parametrize(
@@ -303,7 +332,7 @@ def test_at_equal_seconds_speeds_count_by_their_ratio(
         if cost["label"] == LABEL and cost["length"] == context:
             cost["training"] = {"seconds": 1e3, "ratio": ratio, "low": low, "high": high}
     (out / "costs.json").write_text(json.dumps(costs))
-    variant = next(v for v in collect(out)["variants"] if v["label"] == LABEL)
+    variant = next(v for v in study_results(out)["variants"] if v["label"] == LABEL)
     points = [point for run in variant["runs"] for point in run["curve"] if point["step"] in between]
     expected = sum(point["loss"] for point in points) / len(points)
     assert variant["equal_seconds"]["loss"]["mean"] == pytest.approx(expected)
@@ -320,14 +349,14 @@ def test_a_loss_reached_before_the_first_evaluation_says_nothing_of_when() -> No
             "curve": curve,
         }
 
-    def told(*losses: float) -> dict[str, Any]:
+    def converged(*losses: float) -> dict[str, Any]:
         found = results_module._convergence([run(*losses)], [run(6.0, 5.0)], 1.0, 1.0)
         assert found is not None
         return found
 
-    assert told(5.5, 4.5)["relative"] == pytest.approx(-0.25)
-    assert (told(4.9, 4.5)["relative"], told(4.9, 4.5)["early"]) == (None, 1)
-    assert (told(5.9, 5.5)["relative"], told(5.9, 5.5)["reached"]) == (None, 0)
+    assert converged(5.5, 4.5)["relative"] == pytest.approx(-0.25)
+    assert (converged(4.9, 4.5)["relative"], converged(4.9, 4.5)["early"]) == (None, 1)
+    assert (converged(5.9, 5.5)["relative"], converged(5.9, 5.5)["reached"]) == (None, 0)
 
 
 def test_crossovers_are_found_by_measuring() -> None:
@@ -352,19 +381,13 @@ def test_a_killed_study_takes_its_runs_with_it(data: Path, micro: Config, tmp_pa
     words = ["compare", "local", "--recipe", str(write_recipe(micro, tmp_path)), "--data", str(data)]
     words += ["--out", str(out), "--seeds", "1", "--jobs", "1", "--no-cost", "train.steps=100000"]
     process = subprocess.Popen([sys.executable, "-m", "headgate", *words], stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
     run = out / "runs/full/seed-0"
-    while last_step(run) < 2:
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: last_step(run) >= 2, process)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     if not children.is_file():
         pytest.skip("this system does not tell a process's children; not run")
     (child,) = map(int, children.read_text().split())
     process.kill()
     process.wait()
-    while os.path.exists(f"/proc/{child}"):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: not os.path.exists(f"/proc/{child}"))
     assert list(run.glob("checkpoints/step-*"))  # it saved before it ended

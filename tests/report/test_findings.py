@@ -1,16 +1,20 @@
 """The tables of the findings are what the results beside them say."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+from waiting import HANG
+
 ROOT = Path(__file__).parents[2]
-TABLES = ROOT / "docs" / "findings" / "tables.py"
+STUDY = ROOT / "studies" / "first"
+TABLES = STUDY / "tables.py"
 
 
 def check(tables: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(tables), "--check"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG)
 
 
 def test_the_pages_agree_with_their_results() -> None:
@@ -18,19 +22,18 @@ def test_the_pages_agree_with_their_results() -> None:
 
 
 def test_a_figure_changed_by_hand_is_found(tmp_path: Path) -> None:
-    docs = tmp_path / "docs"
-    results = (TABLES.parent / "text" / "results.json").read_text(encoding="utf-8")
-    (docs / "findings" / "text").mkdir(parents=True)
-    (docs / "findings" / "text" / "results.json").write_text(results, encoding="utf-8")
-    copy = docs / "findings" / "tables.py"
-    copy.write_text(TABLES.read_text(encoding="utf-8"), encoding="utf-8")
+    docs, study = tmp_path / "docs", tmp_path / "studies" / "first"
+    docs.mkdir()
+    (study / "results").mkdir(parents=True)
+    shutil.copytree(STUDY / "results" / "text", study / "results" / "text")
+    copy = Path(shutil.copy(TABLES, study))
     page = "before\n<!-- table short -->\n\n| stale |\n\n<!-- end -->\nafter\n"
     (docs / "findings.md").write_text(page, encoding="utf-8")
     (tmp_path / "README.md").write_text("no table\n", encoding="utf-8")
     found = check(copy)
     assert found.returncode == 1
     assert "tables of findings.md are not what the results say" in found.stderr
-    subprocess.run([sys.executable, str(copy)], check=True, timeout=120)
+    subprocess.run([sys.executable, str(copy)], check=True, timeout=HANG)
     filled = (docs / "findings.md").read_text(encoding="utf-8")
     assert filled.startswith("before\n<!-- table short -->\n\n|  | loss |")
     assert filled.endswith("<!-- end -->\nafter\n")

@@ -12,11 +12,12 @@ import pytest
 from study_examples import LABEL
 
 from headgate.errors import HeadgateError
-from headgate.report.collect import read_study
 from headgate.report.figures import CROWD, _frontier, figures, look
 from headgate.report.page import page, write_page
-from headgate.report.publish import publish
+from headgate.report.publish import publish_study
+from headgate.report.reading import read_results
 
+FINDINGS = Path(__file__).parents[2] / "studies" / "first" / "results"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
@@ -28,7 +29,7 @@ def report(study: Path) -> Path:
 @pytest.fixture(scope="module")
 def crowd(report: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a study of 36 variants that answer questions, two of three of them ablations."""
-    study = read_study(report.parent)
+    study = read_results(report.parent)
     last = study["variants"][-1]
     for number in range(36 - len(study["variants"])):
         variant = copy.deepcopy(last) | {"label": f"mechanism-{number}:gate=constant,window=1024"}
@@ -101,21 +102,23 @@ def test_markup_is_text(report: Path) -> None:
     text = report.read_text(encoding="utf-8")
     assert "<b>log</b>" not in text
     assert "&lt;b&gt;log&lt;/b&gt; &amp; co" in text
+    assert "<i>Ours</i>" not in text
+    assert "&lt;i&gt;Ours&lt;/i&gt;" in text
 
 
 def test_a_document_cannot_end_the_script(report: Path) -> None:
-    study = read_study(report.parent)
+    study = read_results(report.parent)
     study["passage"]["tokens"] = ["</script><script>alert(1)</script>", "<!--", "\u2028"]
     study["variants"][1]["label"] = "</script><img src=x onerror=alert(1)>"
     text = page(study)
     assert "<img src=x" not in text
-    assert text.count("<script") == page(read_study(report.parent)).count("<script")
+    assert text.count("<script") == page(read_results(report.parent)).count("<script")
     assert "alert(1)</script>" not in text
 
 
 def test_a_published_study_is_small_and_has_every_figure(report: Path, tmp_path: Path) -> None:
-    written = publish(report.parent, tmp_path / "published")
-    study = read_study(report.parent)
+    written = publish_study(report.parent, tmp_path / "published")
+    study = read_results(report.parent)
     made = figures(study)
     assert len(written) == 3 + sum(len(figure.views) for figure in made.values()) == len(set(written))
     text = (tmp_path / "published/results.json").read_text(encoding="utf-8")
@@ -125,9 +128,9 @@ def test_a_published_study_is_small_and_has_every_figure(report: Path, tmp_path:
     papers = (tmp_path / "published/papers.md").read_text(encoding="utf-8")
     assert papers.count("\n") == 2 + len(study["claims"])
     assert "| dynamic-sparse | Full Model | loss | 4.904 against 4.9266 validation loss | -0.5% |" in papers
-    told = json.loads(text)["variants"]
-    assert [v["difference"] for v in told] == [v["difference"] for v in study["variants"]]
-    assert [[run["loss"] for run in v["runs"]] for v in told] == [
+    published = json.loads(text)["variants"]
+    assert [v["difference"] for v in published] == [v["difference"] for v in study["variants"]]
+    assert [[run["loss"] for run in v["runs"]] for v in published] == [
         [run["loss"] for run in v["runs"]] for v in study["variants"]
     ]
     curves = (tmp_path / "published/curves-by-tokens.svg").read_text(encoding="utf-8")
@@ -135,11 +138,34 @@ def test_a_published_study_is_small_and_has_every_figure(report: Path, tmp_path:
     assert "dynamic-sparse" in curves  # in the legend
     assert "<b>" not in curves  # a label is text here too
     for figure in made.values():
-        assert figure.views == figures(read_study(report.parent))[figure.name].views
+        assert figure.views == figures(read_results(report.parent))[figure.name].views
+
+
+def test_a_published_study_has_its_page_again(report: Path, tmp_path: Path) -> None:
+    publish_study(report.parent, tmp_path)
+    text = write_page(tmp_path).read_text(encoding="utf-8")
+    assert all(f'id="{section}"' in text for section in ("result", "papers", "cost", "reproduce"))
+    assert 'id="gates"' not in text
+    assert "headgate train" not in text
+
+
+@pytest.mark.parametrize("part", ["text", "late", "start", "recall", "long"])
+def test_committed_results_have_a_page(part: str) -> None:
+    results = read_results(FINDINGS / part)
+    text = page(results)
+    assert results["headline"].split(" (")[0] in text
+    assert "not run" not in text
+
+
+def test_no_claims_no_papers(report: Path) -> None:
+    study = read_results(report.parent)
+    study["claims"], study["contradictions"] = [], []
+    assert 'id="papers"' in report.read_text(encoding="utf-8")
+    assert "papers" not in re.findall(r'(?:id="|href="#)([\w-]+)"', page(study))
 
 
 def test_the_figures_hold_the_numbers(report: Path) -> None:
-    study = read_study(report.parent)
+    study = read_results(report.parent)
     made = figures(study)
     assert set(made) == {
         "differences", "curves", "loss-against-cost", "cost-against-length", "positions", "heads",
@@ -152,7 +178,7 @@ def test_the_figures_hold_the_numbers(report: Path) -> None:
 
 
 def test_a_study_without_costs_or_gates_has_a_page(report: Path) -> None:
-    study = read_study(report.parent)
+    study = read_results(report.parent)
     study["costs"], study["passage"], study["skipping"] = None, None, None
     for variant in study["variants"]:
         variant |= {"gates": None, "speed": None, "memory": None, "tokens_per_second": None}
@@ -162,8 +188,8 @@ def test_a_study_without_costs_or_gates_has_a_page(report: Path) -> None:
     assert 'id="result"' in text
 
 
-def test_failed_and_diverged_runs_are_told(report: Path) -> None:
-    study = read_study(report.parent)
+def test_failed_and_diverged_runs_are_shown(report: Path) -> None:
+    study = read_results(report.parent)
     failed, diverged = study["variants"][1:]
     failed["runs"][1] = {
         "seed": 1,
@@ -188,7 +214,7 @@ def test_in_a_browser(browser: Any, report: Path, width: int, scheme: str) -> No
     assert opened.page.locator("b", has_text="log").count() == 0
     assert LABEL in opened.page.locator("#result").inner_text()
     # Every figure is drawn, as wide as it may be.
-    for name in figures(read_study(report.parent)):
+    for name in figures(read_results(report.parent)):
         box = opened.page.locator(f"#chart-{name} svg").bounding_box()
         assert box is not None
         assert 200 < box["width"] <= width
@@ -224,7 +250,7 @@ def test_toggles_and_keyboard(browser: Any, report: Path) -> None:
         "all => new Set(all.map(s => s.style.backgroundColor)).size"
     )
     assert coloured > 3
-    text = "".join(read_study(report.parent)["passage"]["tokens"])
+    text = "".join(read_results(report.parent)["passage"]["tokens"])
     assert page.locator("#passage").text_content() == text
     assert opened.said == []
 
@@ -235,7 +261,7 @@ def test_every_variant_has_its_own_look() -> None:
 
 
 def test_a_share_stays_a_share(crowd: Path) -> None:
-    spec = figures(read_study(crowd))["answers"].views[""]
+    spec = figures(read_results(crowd))["answers"].views[""]
     rows = next(layer["data"] for layer in [spec, *spec["layer"]] if "data" in layer)
     rows = rows["values"] if "values" in rows else spec["datasets"][rows["name"]]
     assert {(row["low"], row["high"]) for row in rows} == {(0.0, 1.0), (None, None)}
@@ -248,7 +274,7 @@ def test_the_frontier() -> None:
 
 
 def test_one_length_has_no_crossover(report: Path) -> None:
-    study = read_study(report.parent)
+    study = read_results(report.parent)
     assert "cost-against-length" in figures(study)
     assert "Where each starts to be faster" in report.read_text(encoding="utf-8")
     context = study["config"]["train"]["context"]
@@ -260,7 +286,7 @@ def test_one_length_has_no_crossover(report: Path) -> None:
 
 
 def test_whose_seconds_they_are(report: Path) -> None:
-    study = read_study(report.parent)
+    study = read_results(report.parent)
     assert "separate measurement of speed" in figures(study)["curves"].caption
     study["costs"] = None
     assert "those of the runs, which may have shared the machine" in figures(study)["curves"].caption
@@ -270,12 +296,12 @@ def test_no_share_of_a_loss_next_to_nothing(crowd: Path) -> None:
     assert "102930" not in (crowd / "report.html").read_text(encoding="utf-8")
 
 
-def test_a_place_that_cannot_be_written_is_told(report: Path, tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_is_named(report: Path, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("here", encoding="utf-8")
     for place in (file, file / "inside"):
         with pytest.raises(HeadgateError, match=r"cannot write into .*file.*--publish takes a folder"):
-            publish(report.parent, place)
+            publish_study(report.parent, place)
     assert file.read_text(encoding="utf-8") == "here"
 
 
@@ -314,9 +340,9 @@ def test_a_crowd_in_a_browser(browser: Any, crowd: Path, width: int) -> None:
 
 
 def test_published_figures_cut_and_overlap_nothing(browser: Any, crowd: Path, tmp_path: Path) -> None:
-    publish(crowd, tmp_path)
+    publish_study(crowd, tmp_path)
     page = browser.new_page()
-    labels = [variant["label"] for variant in read_study(crowd)["variants"]]
+    labels = [variant["label"] for variant in read_results(crowd)["variants"]]
     for name in ("differences", "answers", "curves-by-tokens", "loss-against-cost-memory"):
         page.goto((tmp_path / f"{name}.svg").as_uri())
         size = page.evaluate(
@@ -328,8 +354,8 @@ def test_published_figures_cut_and_overlap_nothing(browser: Any, crowd: Path, tm
             ".map((text) => {const box = text.getBoundingClientRect();"
             "return [text.textContent, box.left, box.top, box.right, box.bottom]; })"
         )
-        told = {text[0] for text in texts}
-        assert set(labels[1:]) <= told
+        drawn = {text[0] for text in texts}
+        assert set(labels[1:]) <= drawn
         for _, left, top, right, bottom in texts:
             assert left >= 0
             assert top >= 0

@@ -1,9 +1,9 @@
 """What was tried beside near-far, one seed each: smeared keys, a gate for every channel, other starts, first
 tokens kept beside a window, pair gates on a window.
 
-    python benchmarks/candidates.py --data runs/study/text-data --out runs/study/candidates [--only smear]
+    python studies/first/candidates.py --data runs/study/text-data --out runs/study/candidates [--only smear]
 
-Trains the recipe `study` with each candidate, one after another on one thread, about a minute each; run
+Trains recipe.json with each candidate, one after another on one thread, about a minute each; run
 again, it goes on. `candidate` by itself is near-far; the others live here and not in the package: on this
 one seed none is far ahead of it, and none was tried on more.
 """
@@ -16,15 +16,14 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from headgate import ops
-from headgate.config import override
+from headgate.config import Config, load, override
 from headgate.machine import keep_memory
-from headgate.mechanisms.contract import Heads, head_weights, opened, register
+from headgate.mechanisms.contract import Heads, Past, register
+from headgate.mechanisms.gates import HeadGate, head_weights
 from headgate.mechanisms.near_far import NearFar, NearFarOptions
 from headgate.mechanisms.sparse_geometric import SparseGeometric, SparseGeometricOptions
-from headgate.recipes import get_recipe
 from headgate.train.loop import train
 
 
@@ -45,26 +44,31 @@ class Candidate(NearFar):
     def __init__(self, heads: Heads, options: CandidateOptions) -> None:
         super().__init__(heads, options)
         if options.channels:
-            self.gate = nn.Linear(heads.d_model, heads.n_heads * heads.head_dim)
+            self.gate = HeadGate(heads.d_model, heads.n_heads * heads.head_dim)
         self.smear = None if options.smear == "none" else nn.Parameter(torch.empty(heads.n_kv_heads))
 
     def initialise(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
         if name == "smear":
-            split = (torch.arange(len(parameter)) >= self.near).float()
+            split = (torch.arange(len(parameter)) >= self.heads.n_kv_heads // 2).float()
             parameter.copy_(split if self.options.smear == "split" else torch.full_like(split, 0.5))
         else:
             super().initialise(name, parameter, generator)
 
-    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0) -> Tensor:
+    def prepare(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> tuple[Tensor, ...]:
+        q, k, v = super().prepare(x, q, k, v, past)
         if self.smear is not None:
-            k = torch.lerp(k, pad(k, (0, 0, 1, -1)), self.smear[:, None, None].to(k.dtype))
+            before = past.with_previous("key", k)[:, :, :-1]
+            k = torch.lerp(k, before, self.smear[:, None, None].to(k.dtype))
+        return q, k, v
+
+    def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:
         if not self.options.channels:
-            return super().forward(x, q, k, v, start=start)
+            return super().attend(x, q, k, v, past)
         gate, self.gate = self.gate, None
-        attended = super().forward(x, q, k, v, start=start)
+        attended = super().attend(x, q, k, v, past)
         self.gate = gate
         assert gate is not None
-        return opened(gate(x)).unflatten(-1, q.shape[1::2]).transpose(1, 2) * attended
+        return gate(x).unflatten(-1, q.shape[1::2]).transpose(1, 2) * attended
 
 
 @dataclass(frozen=True)
@@ -80,11 +84,14 @@ class Sinks(NearFar):
     Options = SinksOptions
     options: SinksOptions
 
-    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0) -> Tensor:
-        o = self.options
-        attended = ops.window_attention(q, k, v, o.window, global_tokens=o.tokens, start=start)
-        gate = self._gate(x)
-        return attended if gate is None else head_weights(gate) * attended
+    @property
+    def pinned_keys(self) -> int:
+        return self.options.tokens
+
+    def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:
+        attended = ops.attention(q, k, v, past.span(self.options.window, pinned=self.options.tokens))
+        assert self.gate is not None
+        return head_weights(self.gate(x)) * attended
 
 
 @dataclass(frozen=True)
@@ -110,28 +117,27 @@ class PairWindow(SparseGeometric):
         else:
             super().initialise(name, parameter, generator)
 
-    def forward(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0, state: Tensor | None = None
-    ) -> Tensor:
-        halves = self._query_half(q), self.key_state(k)
-        assert halves[1] is not None
+    def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past, *states: Tensor) -> Tensor:
+        (key_half,) = states
         return self.size * ops.pair_gated_attention(
-            self._scaled(q), k, v, *halves, self.w2, self.b2, form="log", window=self.options.window
-        )
+            self._scaled(q), k, v, self._query_half(q), key_half, self.w2, self.b2,
+            form="log", window=self.options.window,
+        )  # fmt: skip
 
 
+RECIPE = Path(__file__).with_name("recipe.json")
 NAMES = [
     "candidate:smear=split",
     "candidate:channels=true",
     "local+full",
     "local:global_tokens=4",
-    "near-far:start=0.02",
-    "near-far:start=0.12",
+    "near-far:opening=0.02",
+    "near-far:opening=0.12",
     "candidate:smear=half",
-    "candidate:smear=split,start=0.5",
-    "candidate:channels=true,start=0.5",
+    "candidate:smear=split,opening=0.5",
+    "candidate:channels=true,opening=0.5",
     "sinks",
-    "sinks:start=0.5",
+    "sinks:opening=0.5",
     "pair-window",
     "pair-window:start=0.05",
 ]
@@ -152,7 +158,7 @@ def main() -> None:
         if options.only not in name:
             continue
         pattern = json.dumps(name.split("+"))
-        config = override(get_recipe("study"), [f"model.mechanism={pattern}", *options.settings])
+        config = override(load(Config, RECIPE), [f"model.mechanism={pattern}", *options.settings])
         folder = options.out / name.replace(":", "-")
         if train(config, options.data, folder).signal is not None:
             break

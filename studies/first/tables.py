@@ -1,8 +1,8 @@
-"""Fills the tables of docs/findings.md and README.md from the results in the folders beside this file.
+"""Fills the tables of docs/findings.md and README.md from the results in the folder beside this file.
 
-    python docs/findings/tables.py                        # from the results as they are
-    python docs/findings/tables.py --publish runs/study   # take a study's results and figures first
-    python docs/findings/tables.py --check                # code 1 if a table is not what its results say
+    python studies/first/tables.py                        # from the results as they are
+    python studies/first/tables.py --publish runs/study   # take a study's results and figures first
+    python studies/first/tables.py --check                # code 1 if a table is not what its results say
 
 A table stands between `<!-- table NAME -->` and `<!-- end -->`. Figures are kept if a page shows them.
 """
@@ -19,13 +19,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from headgate.compare.statistics import Difference, compare, holm, interval
+from headgate.compare.statistics import Difference, holm, interval, paired_differences
 from headgate.compare.tables import loss_of, p_value, ratio, signed
 from headgate.files import write_text
-from headgate.report.publish import publish
+from headgate.report.publish import publish_study
 
 HERE = Path(__file__).parent
-PAGES = (HERE.parent / "findings.md", HERE.parents[1] / "README.md")
+RESULTS = HERE / "results"
+PAGES = (HERE.parents[1] / "docs" / "findings.md", HERE.parents[1] / "README.md")
 PARTS = ("text", "late", "start", "recall", "long")
 PAPERS = ("dynamic-sparse", "head-gated", "context-adaptive", "sparse-geometric")
 NAMES = {
@@ -38,7 +39,7 @@ Losses = Mapping[int, float]
 
 @functools.cache
 def results(part: str) -> dict[str, Any]:
-    read: dict[str, Any] = json.loads((HERE / part / "results.json").read_text(encoding="utf-8"))
+    read: dict[str, Any] = json.loads((RESULTS / part / "results.json").read_text(encoding="utf-8"))
     return read
 
 
@@ -64,8 +65,8 @@ def name(label: str) -> str:
 def difference(found: Mapping[str, Any] | Difference | None) -> list[str]:
     if found is None:
         return ["", ""]
-    told = found if isinstance(found, Mapping) else vars(found)
-    return [signed(told["mean"], told["high"], 4), p_value(told["p_holm"])]
+    values = found if isinstance(found, Mapping) else vars(found)
+    return [signed(values["mean"], values["high"], 4), p_value(values["p_holm"])]
 
 
 def text() -> str:
@@ -103,7 +104,7 @@ def short() -> str:
 def against() -> str:
     """Every other mechanism against near-far."""
     all_losses = {label: losses(variant) for label, variant in variants("text").items()}
-    found = compare(all_losses.pop("near-far"), all_losses)
+    found = paired_differences(all_losses.pop("near-far"), all_losses)
     kept = [label for label, variant in variants("text").items() if variant["ablation"] is None]
     rows = [[name(label), *difference(found[label])] for label in kept if label in found]
     return markdown(["", "difference to near-far", "p"], rows)
@@ -116,7 +117,7 @@ def ablations() -> str:
     tested: dict[str, Difference] = {}
     parts = {label: variant["mechanism"] for label, variant in found.items() if variant["ablation"]}
     for label, whole in parts.items():
-        tested[label] = compare(losses(found[whole]), {label: losses(found[label])})[label]
+        tested[label] = paired_differences(losses(found[whole]), {label: losses(found[label])})[label]
     known = {label: one.p for label, one in tested.items() if one.p is not None}
     corrected = dict(zip(known, holm(list(known.values())), strict=True))
     rows = []
@@ -139,13 +140,15 @@ def ablations() -> str:
 
 def test() -> str:
     """The text that nothing was chosen by."""
-    told = json.loads((HERE / "text" / "test.json").read_text(encoding="utf-8"))["losses"]
-    by_label = {label: {int(seed): loss for seed, loss in seeds.items()} for label, seeds in told.items()}
-    found = compare(by_label["full"], {label: seeds for label, seeds in by_label.items() if label != "full"})
+    stored = json.loads((RESULTS / "text" / "test.json").read_text(encoding="utf-8"))["losses"]
+    by_label = {label: {int(seed): loss for seed, loss in seeds.items()} for label, seeds in stored.items()}
+    found = paired_differences(
+        by_label["full"], {label: seeds for label, seeds in by_label.items() if label != "full"}
+    )
     rows = []
     for label in sorted(by_label, key=lambda label: interval(list(by_label[label].values())).mean or 0.0):
-        told_loss = loss_of({"runs": [], "loss": vars(interval(list(by_label[label].values())))})
-        rows.append([name(label), told_loss, *difference(found.get(label))])
+        loss = loss_of({"runs": [], "loss": vars(interval(list(by_label[label].values())))})
+        rows.append([name(label), loss, *difference(found.get(label))])
     return markdown(["", "loss on the test split", "difference", "p"], rows)
 
 
@@ -153,12 +156,12 @@ def late() -> str:
     """After four times the tokens, against full attention and against near-far."""
     found, before = variants("late"), variants("text")
     to_ours = {label: losses(variant) for label, variant in found.items()}
-    ours = compare(to_ours.pop("near-far"), to_ours)
+    ours = paired_differences(to_ours.pop("near-far"), to_ours)
     rows = []
     for label, variant in found.items():
         known = before[label]["loss"]["mean"]
-        told = [name(label), f"{known:.3f}", loss_of(variant), *difference(variant["difference"])]
-        rows.append([*told, *difference(ours.get(label))])
+        cells = [name(label), f"{known:.3f}", loss_of(variant), *difference(variant["difference"])]
+        rows.append([*cells, *difference(ours.get(label))])
     columns = ["", "above", "after four times the tokens", "to full", "p", "to near-far", "p"]
     return markdown(columns, rows)
 
@@ -206,7 +209,7 @@ def long() -> str:
 
 
 def papers() -> str:
-    return (HERE / "text" / "papers.md").read_text(encoding="utf-8").strip()
+    return (RESULTS / "text" / "papers.md").read_text(encoding="utf-8").strip()
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -230,16 +233,16 @@ def take(study: Path) -> None:
     for part in PARTS:
         if not (study / part / "results.json").exists():
             continue
-        kept = {"results.json", "results.md", *re.findall(rf"findings/{part}/([\w-]+\.svg)", pages)}
+        kept = {"results.json", "results.md", *re.findall(rf"results/{part}/([\w-]+\.svg)", pages)}
         if part == "text":
             kept.add("papers.md")
-        (HERE / part).mkdir(exist_ok=True)
-        for old in (HERE / part).glob("*.svg"):
+        (RESULTS / part).mkdir(exist_ok=True)
+        for old in (RESULTS / part).glob("*.svg"):
             old.unlink()
         with tempfile.TemporaryDirectory() as folder:
-            for path in publish(study / part, folder):
+            for path in publish_study(study / part, folder):
                 if path.name in kept:
-                    shutil.copy(path, HERE / part / path.name)
+                    shutil.copy(path, RESULTS / part / path.name)
 
 
 def main() -> None:
@@ -259,7 +262,7 @@ def main() -> None:
             if not options.check:
                 write_text(path, filled(page))
     if options.check and stale:
-        sys.exit(f"tables of {', '.join(stale)} are not what the results say; run docs/findings/tables.py")
+        sys.exit(f"tables of {', '.join(stale)} are not what the results say; run studies/first/tables.py")
 
 
 if __name__ == "__main__":

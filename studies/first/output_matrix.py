@@ -1,10 +1,10 @@
 """Is it the gate, or how the matrix behind it starts and learns? Full attention with that matrix held back.
 
-    python benchmarks/output_matrix.py --data runs/study/text-data --out runs/study/output-matrix
-    python benchmarks/output_matrix.py --both ... train.steps=1000 train.warmup_steps=100    # another length
+    python studies/first/output_matrix.py --data runs/study/text-data --out runs/study/output-matrix
+    python studies/first/output_matrix.py --both ... train.steps=1000 train.warmup_steps=100  # longer runs
 
 A constant of 0.05 on what attention puts out is, to AdamW, an output matrix that starts at a twentieth and
-learns at a twentieth of the rate. Trains the recipe `study` with each of the two, both and neither, one after
+learns at a twentieth of the rate. Trains recipe.json with each of the two, both and neither, one after
 another on one thread, about a minute a seed; run again, it goes on.
 """
 
@@ -18,14 +18,14 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from headgate.config import TrainConfig, override
+from headgate.config import Config, TrainConfig, load, override
 from headgate.machine import keep_memory
 from headgate.mechanisms.contract import initialise_parameter
 from headgate.model.decoder import Decoder
-from headgate.recipes import get_recipe
 from headgate.train.loop import train
 from headgate.train.optim import make_optimizer
 
+RECIPE = Path(__file__).with_name("recipe.json")
 CASES = [(1.0, 1.0), (0.05, 1.0), (1.0, 0.05), (0.05, 0.05)]
 
 
@@ -71,7 +71,7 @@ def main() -> None:
     for start, rate in CASES[-1:] if options.both else CASES:
         losses = []
         for seed in options.seeds:
-            config = override(get_recipe("study"), [f"seed={seed}", *options.settings])
+            config = override(load(Config, RECIPE), [f"seed={seed}", *options.settings])
             folder = options.out / f"start-{start}-rate-{rate}-seed-{seed}"
             with held_back(start, rate):
                 if train(config, options.data, folder).signal is not None:

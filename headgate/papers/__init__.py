@@ -1,0 +1,1 @@
+"""What papers report, one JSON file each; `paper.py` reads them, `headgate.compare.claims` judges them."""
