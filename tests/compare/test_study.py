@@ -228,8 +228,11 @@ def test_a_study_is_not_mixed_with_another(study: Path, micro: Config, data: Pat
         study_results(tmp_path)
 
 
-def test_what_no_run_could_train_on_is_refused_before_the_first(data: Path, tmp_path: Path) -> None:
-    names, _, out, settings, options = asked(tmp_path / "out", data)
+def test_what_no_run_could_train_on_is_refused_before_the_first(
+    data: Path, micro: Config, tmp_path: Path
+) -> None:
+    names, _, out, settings, _ = asked(tmp_path / "out", data)
+    options = StudyOptions(recipe=str(write_recipe(micro, tmp_path)))  # the shared one may not be there yet
     for setting, message in [
         ("model.vocab_size=9", "model.vocab_size=9 is too small for the data"),
         ("train.context=99999999", "99999999"),
