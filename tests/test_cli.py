@@ -41,8 +41,12 @@ def test_version() -> None:
 def test_mechanisms_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     run(["mechanisms"])
     listed = capsys.readouterr().out
+    shelves = ("baselines", "papers", "second shelf", "own")
+    places = [listed.index(f"\n{shelf} ") for shelf in shelves]
+    assert places == sorted(places)
     for name in MECHANISMS.names():
-        assert name in listed
+        shelf = shelves.index(MECHANISMS.get(name).shelf)
+        assert places[shelf] < listed.index(f"\n  {name} ") < [*places, len(listed)][shelf + 1]
 
 
 @pytest.mark.parametrize("name", MECHANISMS.names())

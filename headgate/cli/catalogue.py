@@ -40,13 +40,20 @@ def option_texts(options: type[MechanismOptions]) -> dict[str, str]:
 
 
 def print_all() -> None:
+    """The registry by shelf; those of your own come last."""
     table = Table("mechanism", "what it is", "ablations", box=None, pad_edge=False)
-    for name in MECHANISMS.names():
-        mechanism = MECHANISMS.get(name)
-        table.add_row(
-            Text(name, style="bold"), Text(summary(mechanism)), Text(", ".join(mechanism.ablations))
-        )
+    known = [(name, MECHANISMS.get(name)) for name in MECHANISMS.names()]
+    for shelf in sorted({mechanism.shelf for _, mechanism in known}, key=_shelf_order):
+        table.add_row(Text(shelf, style="italic"))
+        for name, mechanism in known:
+            if mechanism.shelf == shelf:
+                cells = map(Text, (summary(mechanism), ", ".join(mechanism.ablations)))
+                table.add_row(Text(f"  {name}", style="bold"), *cells)
     Console().print(table)
+
+
+def _shelf_order(shelf: str) -> tuple[bool, str]:
+    return shelf == Mechanism.shelf, shelf
 
 
 def print_one(name: str) -> None:

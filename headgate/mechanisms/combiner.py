@@ -30,6 +30,7 @@ class CombinerOptions(MechanismOptions):
 class Combiner(Mechanism):
     Options = CombinerOptions
     options: CombinerOptions
+    shelf = "baselines"
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:
         past.require_all_keys("combiner")

@@ -68,6 +68,7 @@ class ContextAdaptiveOptions(MechanismOptions):
 class ContextAdaptive(Mechanism):
     Options = ContextAdaptiveOptions
     options: ContextAdaptiveOptions
+    shelf = "papers"
     ablations = {
         "no-gate": {"gate": "half"},
         "local-only": {"gate": "local"},

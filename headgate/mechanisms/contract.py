@@ -110,8 +110,12 @@ class Past:
             )
 
     def rotate(self, t: Tensor) -> Tensor:
-        """Queries or keys of the newest tokens, turned by their positions."""
-        return t if self.rotation is None else rotate(t, *self.rotation)
+        """Queries or keys of the newest tokens, or some of their dimensions, turned by their positions."""
+        if self.rotation is None:
+            return t
+        cos, sin = self.rotation
+        step = 2 * cos.shape[-1] // t.shape[-1]  # half of the dimensions turn by every second angle
+        return rotate(t, cos[..., ::step], sin[..., ::step])
 
     def carried(self, name: str) -> Tensor | None:
         """What the call before handed on under this name; None at the beginning of a sequence."""
@@ -158,6 +162,8 @@ class Mechanism(nn.Module):
     """Older names of options, which saved models may still hold -> the names they have now."""
     uses_first_values: ClassVar[bool] = False
     """Whether it reads `past.first_values`."""
+    shelf: ClassVar[str] = "own"
+    """Under which heading `headgate mechanisms` lists it."""
 
     def __init__(self, heads: Heads, options: Any) -> None:
         super().__init__()

@@ -39,6 +39,7 @@ class DynamicSparseOptions(MechanismOptions):
 class DynamicSparse(Mechanism):
     Options = DynamicSparseOptions
     options: DynamicSparseOptions
+    shelf = "papers"
     ablations = {
         "no-gate": {"gate": "open"},
         "fixed-window": {"dense_prefix": 0},

@@ -1,4 +1,4 @@
-"""full: causal softmax attention, the baseline.
+"""full: causal softmax attention, the baseline (arXiv 1706.03762).
 
 out_i = softmax over j <= i of (q_i . k_j / sqrt(D)) v_j
 """
@@ -13,6 +13,8 @@ from headgate.mechanisms.contract import Mechanism, Past, register
 
 @register("full")
 class Full(Mechanism):
+    shelf = "baselines"
+
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:
         return ops.attention(q, k, v, past.span())
 

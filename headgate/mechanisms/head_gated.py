@@ -38,6 +38,7 @@ class HeadGatedOptions(MechanismOptions):
 class HeadGated(Mechanism):
     Options = HeadGatedOptions
     options: HeadGatedOptions
+    shelf = "papers"
     ablations = {
         "no-gate": {"gate": "half"},
         "local-only": {"gate": "local"},

@@ -29,6 +29,7 @@ class LocalOptions(MechanismOptions):
 class Local(Mechanism):
     Options = LocalOptions
     options: LocalOptions
+    shelf = "baselines"
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:
         o = self.options

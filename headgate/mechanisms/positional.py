@@ -25,6 +25,8 @@ WIDE = 512.0
 
 @register("positional")
 class Positional(Mechanism):
+    shelf = "baselines"
+
     def __init__(self, heads: Heads, options: MechanismOptions) -> None:
         super().__init__(heads, options)
         self.mean = nn.Parameter(torch.empty(heads.n_heads, COMPONENTS))

@@ -50,6 +50,7 @@ class SparseGeometricOptions(MechanismOptions):
 class SparseGeometric(Mechanism):
     Options = SparseGeometricOptions
     options: SparseGeometricOptions
+    shelf = "papers"
     ablations = {
         "no-geometric": {"geometric": "none"},
         "fixed-pattern": {"sparsity": "fixed"},

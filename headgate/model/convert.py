@@ -260,6 +260,8 @@ def _open_mechanisms(decoder: Decoder, source: Source, seed: int) -> tuple[dict[
     tensors: dict[str, Tensor] = {}
     for prefix, (mechanism, before_name, after_name) in fresh.items():
         reach = mechanism.start_as_full()
+        if mechanism.options.positions == "none":
+            reach = 0  # the weights were trained with rotated keys
         told.append(
             _start(after_name, reach) if before_name == "full" else _replaced(before_name, after_name)
         )

@@ -170,9 +170,13 @@ def write_settings(config: ModelConfig) -> dict[str, Any]:
 
 def _window(config: ModelConfig, layer: int) -> int | None:
     spec = config.layer_mechanism(layer)
+    options = make_options(spec.name, spec.options, config.shared_options)
+    if options.positions == "none":
+        raise HeadgateError(
+            f"layer {layer} has positions=none, but Qwen rotates the keys of every layer; write --to headgate"
+        )
     if spec.name == "full":
         return None
-    options = make_options(spec.name, spec.options, config.shared_options)
     if spec.name == "local" and getattr(options, "global_tokens", 0) == 0:
         window: int = getattr(options, "window")  # noqa: B009 - of LocalOptions, known by name alone here
         return window

@@ -1,8 +1,10 @@
 """Attention as pure tensor functions: q (B,H,Tq,D), k and v (B,G,Tk,D) whose last Tq are the queries' own."""
 
 from headgate.ops.active import active_attention, among_active
-from headgate.ops.blocks import block_selected_attention, selection_recall
+from headgate.ops.blocks import block_selected_attention, choose_blocks, selection_recall
 from headgate.ops.combiner import combiner_attention
+from headgate.ops.compressed import compressed_attention
+from headgate.ops.delta import gated_delta
 from headgate.ops.dispatch import explain, paths_taken
 from headgate.ops.distance import distance_biased_attention
 from headgate.ops.pair_gate.op import pair_gated_attention
@@ -24,10 +26,13 @@ __all__ = [
     "attention",
     "block_selected_attention",
     "causal_attention",
+    "choose_blocks",
     "combiner_attention",
+    "compressed_attention",
     "distance_biased_attention",
     "explain",
     "far_attention",
+    "gated_delta",
     "pair_gated_attention",
     "paths_taken",
     "selection_recall",

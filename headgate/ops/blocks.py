@@ -10,7 +10,7 @@ Shapes: q (B,H,Tq,D); k, v (B,G,Tk,D); chosen blocks (B,H,Tq,S), -1 where a quer
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -32,18 +32,28 @@ TILES_AT_ONCE = 512
 
 
 def block_selected_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, block: int, scale: float = 1.0, backend: str = "auto"
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    block: int,
+    scale: float = 1.0,
+    chosen: Tensor | None = None,
+    backend: str = "auto",
 ) -> Tensor:
     """Softmax over the query's own aligned block up to itself and the best complete blocks before it.
 
-    Of those, the ceil(k_i / block) with the highest q . mean(block keys), k_i = ceil(scale * sqrt(i + 1));
-    ties go to the later block. The choice carries no gradient, the chosen keys their exact one. The keys
-    begin at 0.
+    Of those, the blocks `chosen` (B,H,Tq,S), as `choose_blocks` gives them; when absent the ceil(k_i / block)
+    with the highest q . mean(block keys), k_i = ceil(scale * sqrt(i + 1)). The choice carries no gradient,
+    the chosen keys their exact one. The keys begin at 0.
     """
     check(q, k, v)
     if block < 1:
         raise HeadgateError(f"block={block} is too small; it must be at least 1")
-    result: Tensor = BLOCKS(backend, q, k, v, block=block, scale=scale)
+    if chosen is not None and chosen.shape[:3] != q.shape[:3]:
+        given, expected = tuple(chosen.shape), tuple(q.shape[:3])
+        raise HeadgateError(f"chosen has shape {given}; expected (B,H,Tq,S) with (B,H,Tq) = {expected}")
+    result: Tensor = BLOCKS(backend, q, k, v, block=block, scale=scale, chosen=chosen)
     return result
 
 
@@ -64,20 +74,38 @@ def selection_recall(q: Tensor, k: Tensor, *, block: int, scale: float = 1.0) ->
 
 
 @torch.no_grad()
-def choose_blocks(q: Tensor, k: Tensor, *, block: int, scale: float) -> Tensor:
-    """The blocks each query attends to beside its own, best first: (B,H,Tq,S), -1 for none."""
+def choose_blocks(
+    q: Tensor,
+    k: Tensor,
+    *,
+    block: int,
+    scale: float = 1.0,
+    top_k: int | None = None,
+    by: Literal["product", "weight"] = "product",
+) -> Tensor:
+    """The blocks each query attends to beside its own, best first: (B,H,Tq,S), -1 for none.
+
+    By the rule of `scale`, or `top_k` of them wherever there are as many. Blocks are ranked by q . mean(keys)
+    for each head; or, by weight, all heads of a group choose alike: by their attention over the blocks' mean
+    keys, summed, the sequence's first block being chosen always. Ties go to the later block.
+    """
+    with torch.autocast(q.device.type, enabled=False):
+        return _choose(q.to(accumulator(q)), k.to(accumulator(q)), block, scale, top_k, by == "weight")
+
+
+def _choose(q: Tensor, k: Tensor, block: int, scale: float, top_k: int | None, by_weight: bool) -> Tensor:
     offset, n = k.shape[2] - q.shape[2], k.shape[2] // block
-    means = (
-        k[:, :, : n * block].unflatten(2, (n, block)).mean(3).flip(2)
-    )  # later first: argmax takes the first
+    means = block_means(k, block).flip(2)  # later first: argmax takes the first
     positions = torch.arange(offset, k.shape[2], device=q.device)
-    counts = -(-reference.top_count(positions, scale) // block)
-    counts = torch.minimum(counts, positions // block)
-    slots = _slots(k.shape[2] - 1, block, scale)
-    chosen = torch.full((*q.shape[:3], slots), -1, dtype=torch.int64, device=q.device)
+    counts = positions // block
+    if top_k is None:
+        counts = torch.minimum(counts, -(-reference.top_count(positions, scale) // block))
+    slots = _slots(k.shape[2] - 1, block, scale, top_k)
+    heads = k.shape[1] if by_weight else q.shape[1]
+    chosen = torch.full((q.shape[0], heads, q.shape[2], slots), -1, dtype=torch.int64, device=q.device)
     for a, b in query_tiles(q.shape[2], q.shape[0] * q.shape[1] * n, most=1024):
         past = (offset + b - 1) // block  # complete blocks before the tile's last query
-        most = _slots(offset + b - 1, block, scale)
+        most = _slots(offset + b - 1, block, scale, top_k)
         if most == 0:
             continue
         grouped = q[:, :, a:b].unflatten(1, (k.shape[1], -1)).flatten(2, 3)
@@ -85,30 +113,44 @@ def choose_blocks(q: Tensor, k: Tensor, *, block: int, scale: float) -> Tensor:
             (grouped @ means[:, :, n - past :].mT).unflatten(2, (-1, b - a)).flatten(1, 2)
         )  # (B,H,b-a,past)
         number = torch.arange(past - 1, -1, -1, device=q.device)
-        scores.masked_fill_(number >= (positions[a:b, None] // block), -math.inf)
+        later = number >= (positions[a:b, None] // block)
+        scores.masked_fill_(later, -math.inf)
+        if by_weight:
+            weights = (scores / math.sqrt(q.shape[3])).softmax(-1)
+            scores = weights.unflatten(1, (heads, -1)).sum(2)
+            scores[..., -1] = math.inf
+            scores.masked_fill_(later, -math.inf)
         for slot in range(most):
             best = scores.argmax(-1, keepdim=True)
             picked = torch.where(slot < counts[a:b], past - 1 - best[..., 0], -1)
             chosen[:, :, a:b, slot] = picked
             if slot + 1 < most:
                 scores.scatter_(-1, best, -math.inf)
-    return chosen
+    return reference.per_head(q, chosen)
 
 
-def _slots(position: int, block: int, scale: float) -> int:
+def block_means(t: Tensor, block: int) -> Tensor:
+    """The mean of every complete block: (B,G,blocks,D)."""
+    n = t.shape[2] // block
+    return t[:, :, : n * block].unflatten(2, (n, block)).mean(3)
+
+
+def _slots(position: int, block: int, scale: float, top_k: int | None) -> int:
     """How many past blocks a query there attends to, and none before it more: known without a look at
     tensors, which would break a graph being traced."""
-    return min(-(-math.ceil(scale * math.sqrt(position + 1)) // block), position // block)
+    wanted = -(-math.ceil(scale * math.sqrt(position + 1)) // block) if top_k is None else top_k
+    return min(wanted, position // block)
 
 
 @BLOCKS.path("flex", refuse=flex.refuse)
-def _flex(q: Tensor, k: Tensor, v: Tensor, *, block: int, scale: float) -> Tensor:
-    return flex.block_selected_attention(q, k, v, choose_blocks(q, k, block=block, scale=scale), block)
+def _flex(q: Tensor, k: Tensor, v: Tensor, *, block: int, scale: float, chosen: Tensor | None) -> Tensor:
+    chosen = choose_blocks(q, k, block=block, scale=scale) if chosen is None else chosen
+    return flex.block_selected_attention(q, k, v, chosen, block)
 
 
 @BLOCKS.path("torch")
-def _torch(q: Tensor, k: Tensor, v: Tensor, *, block: int, scale: float) -> Tensor:
-    chosen = choose_blocks(q, k, block=block, scale=scale)
+def _torch(q: Tensor, k: Tensor, v: Tensor, *, block: int, scale: float, chosen: Tensor | None) -> Tensor:
+    chosen = choose_blocks(q, k, block=block, scale=scale) if chosen is None else chosen
     out: Tensor = _attend(q, k, v, chosen, block, branch_path(q))[0]
     return out
 

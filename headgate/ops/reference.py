@@ -127,11 +127,27 @@ def selected_blocks(q: Tensor, k: Tensor, *, block: int, scale: float) -> Tensor
     return best(scores, past.expand_as(scores), count)
 
 
-def block_selected_attention(q: Tensor, k: Tensor, v: Tensor, *, block: int, scale: float = 1.0) -> Tensor:
+def block_selected_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, block: int, scale: float = 1.0, chosen: Tensor | None = None
+) -> Tensor:
     i, j = positions(q, k)
-    chosen = selected_blocks(q, k, block=block, scale=scale).repeat_interleave(block, dim=-1)
-    chosen = F.pad(chosen, (0, k.shape[2] - chosen.shape[-1]))
-    return attend(logits(q, k), (j <= i) & ((j // block == i // block) | chosen), q, v)[0]
+    if chosen is None:
+        blocks = selected_blocks(q, k, block=block, scale=scale)
+    else:
+        blocks = (chosen[..., None] == torch.arange(k.shape[2] // block, device=q.device)).any(-2)
+    seen = blocks.repeat_interleave(block, dim=-1)
+    seen = F.pad(seen, (0, k.shape[2] - seen.shape[-1]))
+    return attend(logits(q, k), (j <= i) & ((j // block == i // block) | seen), q, v)[0]
+
+
+def compressed_attention(q: Tensor, k: Tensor, v: Tensor, *, block: int) -> Tensor:
+    i, _ = positions(q, k)
+    n = k.shape[2] // block
+    keys, values = (t[:, :, : n * block].unflatten(2, (n, block)).mean(3) for t in (k, v))
+    nothing = keys.new_zeros(*keys.shape[:2], 1, keys.shape[3])  # what a query without such a block sees
+    seen = torch.cat([i < block, torch.arange(n, device=q.device) < i // block], -1)
+    keys, values = torch.cat([nothing, keys], 2), torch.cat([nothing, values], 2)
+    return attend(logits(q, keys), seen, q, values)[0]
 
 
 def combiner_attention(q: Tensor, k: Tensor, v: Tensor, *, block: int) -> Tensor:

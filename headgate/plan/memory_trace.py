@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 from unittest.mock import patch
 
@@ -271,7 +271,7 @@ class _Recomputed(torch.autograd.Function):
     """What torch.utils.checkpoint does, which imports a compiler before it does it."""
 
     @staticmethod
-    def forward(ctx: Any, function: Callable[..., Tensor], *args: Any) -> Tensor:
+    def forward(ctx: Any, function: Callable[..., Any], *args: Any) -> Any:
         ctx.function = function
         ctx.others = [None if isinstance(arg, Tensor) else arg for arg in args]
         ctx.save_for_backward(*(arg if isinstance(arg, Tensor) else None for arg in args))
@@ -279,7 +279,7 @@ class _Recomputed(torch.autograd.Function):
         return function(*args)
 
     @staticmethod
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *d_outs: Tensor) -> tuple[Tensor | None, ...]:
         args = [
             other if saved is None else saved.detach().requires_grad_(saved.requires_grad)
             for saved, other in zip(ctx.saved_tensors, ctx.others, strict=True)
@@ -287,14 +287,19 @@ class _Recomputed(torch.autograd.Function):
         with torch.enable_grad(), autocast(CPU, "bf16" if ctx.cast else "fp32"):
             out = ctx.function(*args)
         torch.autograd.Variable._execution_engine.run_backward(
-            (out,), (d_out,), False, False, (), allow_unreachable=True, accumulate_grad=True
+            out if isinstance(out, tuple) else (out,),
+            d_outs,
+            False,
+            False,
+            (),
+            allow_unreachable=True,
+            accumulate_grad=True,
         )
         return None, *(arg.grad if isinstance(arg, Tensor) else None for arg in args)
 
 
-def _recomputed(function: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
-    out: Tensor = _Recomputed.apply(function, *args)
-    return out
+def _recomputed(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    return _Recomputed.apply(function, *args)
 
 
 @contextmanager
@@ -324,15 +329,16 @@ def _marked_step(
             super().__init__()
             self.layer, self.first = layer, first
 
-        def forward(self, x: Tensor, *rest: Any) -> Tensor:
+        def forward(self, x: Tensor, *rest: Any, with_values: bool = False) -> Any:
             if self.first:
                 mark()
                 x.register_hook(mark)
                 storage = _storage(x.meta if isinstance(x, Shadow) else x)
                 inputs.append((weakref.ref(storage), storage.nbytes()))
-            out: Tensor = _recomputed(self.layer, x, *rest) if recompute else self.layer(x, *rest)
+            run = partial(self.layer, with_values=with_values)
+            out = _recomputed(run, x, *rest) if recompute else run(x, *rest)
             mark()
-            out.register_hook(mark)
+            (out[0] if with_values else out).register_hook(mark)
             return out
 
     decoder.layers = nn.ModuleList(Marked(layer, first=not n) for n, layer in enumerate(decoder.layers))

@@ -1,0 +1,70 @@
+"""differential: two attentions over the same keys, one less the other (DIFF V2, after arXiv 2410.05258).
+
+    out_i^h = o_i^{h,1} - sigmoid(w_l^h . x_i) * o_i^{h,2}
+
+2H query heads share the keys and values: both o are full attention, and what both see falls out. The second
+half of the queries has a projection of its own, and always an RMSNorm, as the first has in Qwen3. `bias=true`
+adds one to w_l, by which a retrofit closes the second half.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from headgate import ops
+from headgate.mechanisms.contract import Heads, Mechanism, MechanismOptions, Past, register
+from headgate.mechanisms.gates import OPEN, HeadGate, fix_gate, head_weights
+from headgate.ops.norm import rms_norm
+
+
+@dataclass(frozen=True)
+class DifferentialOptions(MechanismOptions):
+    gate: Literal["learned", "closed"] = "learned"
+    """How much of the second half is taken away: as learned, or nothing, which is full attention."""
+    bias: bool = False
+    """Whether the gate has a bias."""
+
+
+@register("differential")
+class Differential(Mechanism):
+    Options = DifferentialOptions
+    options: DifferentialOptions
+    shelf = "second shelf"
+    ablations = {"no-difference": {"gate": "closed"}}
+
+    def __init__(self, heads: Heads, options: DifferentialOptions) -> None:
+        super().__init__(heads, options)
+        self.gate = None
+        if options.gate == "learned":
+            self.gate = HeadGate(heads.d_model, heads.n_heads, options.bias)
+            self.q_proj = nn.Linear(heads.d_model, heads.n_heads * heads.head_dim, bias=False)
+            self.q_norm = nn.RMSNorm(heads.head_dim, eps=1e-6)
+
+    def prepare(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> tuple[Tensor, ...]:
+        if self.gate is not None:
+            second = self.q_proj(x).unflatten(-1, (-1, self.heads.head_dim)).transpose(1, 2)
+            second = rms_norm(second, self.q_norm.weight, 1e-6).to(q.dtype)
+            q = torch.stack([q, second], 2).flatten(1, 2)  # (B,2H,Tq,D): a pair shares its keys
+        return super().prepare(x, q, k, v, past)
+
+    def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:
+        attended = ops.attention(q, k, v, past.span())
+        if self.gate is None:
+            return attended
+        first, second = attended.unflatten(1, (-1, 2)).unbind(2)
+        return first - head_weights(self.followed(self.gate(x))).to(first.dtype) * second
+
+    def pairs(self, length: int) -> int:
+        return super().pairs(length) * (1 if self.gate is None else 2)
+
+    def start_as_full(self) -> float:
+        """By the bias; without one, no weights close the second half for every token."""
+        if self.gate is None:
+            return math.inf
+        if not self.options.bias:
+            return 0
+        fix_gate(self.gate, -OPEN)
+        return math.inf

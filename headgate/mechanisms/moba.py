@@ -1,0 +1,54 @@
+"""moba: the own block and those earlier that suit the query (Mixture of Block Attention, arXiv 2502.13189).
+
+    out_i^h = softmax over the chosen blocks' keys j <= i of (q_i . k_j / sqrt(D)) v_j
+    chosen: the query's own block, and the top_k earlier ones of highest q_i . mean(block keys), for each head
+
+Blocks are aligned; ties go to the later one. The choice has no gradient: the chosen keys have theirs.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from headgate import ops
+from headgate.config import require_at_least
+from headgate.mechanisms.contract import Mechanism, MechanismOptions, Past, register
+
+
+@dataclass(frozen=True)
+class MobaOptions(MechanismOptions):
+    block: int = 64
+    """Keys of a block."""
+    top_k: int = 3
+    """Earlier blocks that a query attends to."""
+
+    def __post_init__(self) -> None:
+        require_at_least(self, 1, "block")
+        require_at_least(self, 0, "top_k")
+
+
+@register("moba")
+class Moba(Mechanism):
+    Options = MobaOptions
+    options: MobaOptions
+    shelf = "second shelf"
+    ablations = {"own-block": {"top_k": 0}}
+
+    def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:
+        past.require_all_keys("moba")
+        o = self.options
+        chosen = ops.choose_blocks(q, k, block=o.block, top_k=o.top_k)
+        return ops.block_selected_attention(q, k, v, block=o.block, chosen=chosen)
+
+    def pairs(self, length: int) -> int:
+        """A block's mean counts as one key."""
+        return selected_pairs(length, self.options.block, self.options.top_k)
+
+    def start_as_full(self) -> float:
+        """While there are no more blocks than are chosen."""
+        return (self.options.top_k + 1) * self.options.block
+
+
+def selected_pairs(length: int, block: int, top_k: int) -> int:
+    """Of queries that see their own block, a mean of every earlier one, and top_k of those."""
+    return sum(i // block + i % block + 1 + min(top_k, i // block) * block for i in range(length))

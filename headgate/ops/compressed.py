@@ -1,0 +1,56 @@
+"""Attention over the mean key and the mean value of every complete block before the query's own."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from headgate.errors import HeadgateError
+from headgate.ops import reference
+from headgate.ops.blocks import block_means
+from headgate.ops.dispatch import Op, check
+from headgate.ops.span.tiled import accumulator
+from headgate.ops.tiles import query_tiles, recomputed
+
+COMPRESSED = Op("compressed_attention")
+
+
+def compressed_attention(q: Tensor, k: Tensor, v: Tensor, *, block: int, backend: str = "auto") -> Tensor:
+    """Softmax over the means of the aligned blocks that end before the query's own begins; 0 for the queries
+    of the first block, which has none before it. The keys begin at 0."""
+    check(q, k, v)
+    if block < 1:
+        raise HeadgateError(f"block={block} is too small; it must be at least 1")
+    result: Tensor = COMPRESSED(backend, q, k, v, block=block)
+    return result
+
+
+@COMPRESSED.path("torch")
+def _torch(q: Tensor, k: Tensor, v: Tensor, *, block: int) -> Tensor:
+    with torch.autocast(q.device.type, enabled=False):
+        wide = accumulator(q)
+        return _attend(q.to(wide), k.to(wide), v.to(wide), block).to(q.dtype)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, block: int) -> Tensor:
+    offset, groups = k.shape[2] - q.shape[2], k.shape[1]
+    first = min(q.shape[2], max(0, block - offset))  # the first query with a block before its own
+    keys, values = block_means(k, block), block_means(v, block)
+
+    def tile(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
+        grouped = q.unflatten(1, (groups, -1)).flatten(2, 3)
+        scores = (grouped @ keys.mT / math.sqrt(q.shape[3])).unflatten(2, (-1, q.shape[2]))
+        later = torch.arange(keys.shape[2], device=q.device) >= positions[:, None] // block
+        weights = scores.masked_fill(later, -math.inf).softmax(-1).flatten(2, 3)
+        return (weights @ values).unflatten(2, (-1, q.shape[2])).flatten(1, 2)
+
+    parts = [torch.zeros_like(q[:, :, :first])]
+    for a, b in query_tiles(q.shape[2] - first, q.shape[0] * q.shape[1] * keys.shape[2], most=1024):
+        a, b = first + a, first + b
+        seen = (offset + b - 1) // block
+        positions = torch.arange(offset + a, offset + b, device=q.device)
+        parts.append(recomputed(tile, q[:, :, a:b], keys[:, :, :seen], values[:, :, :seen], positions))
+    return torch.cat(parts, 2)
+
+
+COMPRESSED.path("reference")(reference.compressed_attention)
