@@ -30,12 +30,12 @@ from headgate.data.shards import open_split
 from headgate.machine import keep_memory
 from headgate.model.decoder import Decoder
 from headgate.model.qwen import write_settings
+from headgate.progress import Progress
 from headgate.recipes import get_recipe
 from headgate.train.checkpoint import State
 from headgate.train.distributed import World
 from headgate.train.folder import RunFolder, read_metrics
 from headgate.train.loop import Stop, Trainer, train
-from headgate.train.progress import Display
 
 SIZES = {
     "d 128, 4 layers, T 512, batch 8": ("tiny", ["train.context=512", "train.batch_size=8"]),
@@ -153,11 +153,11 @@ def time_of_telling(run: Path, times: int = 2000) -> float:
     """Seconds to write one line of metrics and show one step."""
     folder, line = RunFolder(run), read_metrics(run)[0]
     folder.open_metrics(0)
-    with closing(folder), closing(Display(times, 0, shown=True)) as display:
+    with closing(folder), Progress(times) as progress:
         begun = time.perf_counter()
         for step in range(times):
             folder.log(line)
-            display.update(step, step, 1.0)
+            progress.update(step, f"step {step:,} of {times:,}, loss 1.000", tokens=step)
         return (time.perf_counter() - begun) / times
 
 

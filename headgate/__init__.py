@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from headgate import ops
     from headgate.mechanisms.contract import Past, build_mechanism, probe, skipping
     from headgate.model.decoder import Decoder, build_model, load
+    from headgate.registry import use_file
 
     def mechanisms() -> list[str]: ...
 
@@ -29,6 +30,7 @@ __all__ = [
     "ops",
     "probe",
     "skipping",
+    "use_file",
 ]
 
 _HOME = {
@@ -39,6 +41,7 @@ _HOME = {
     "load": "headgate.model.decoder",
     "probe": "headgate.mechanisms.contract",
     "skipping": "headgate.mechanisms.contract",
+    "use_file": "headgate.registry",
 }
 
 

@@ -1,4 +1,4 @@
-"""What a run is: frozen dataclasses, strict JSON in and out, dotted overrides.
+"""What a run is: frozen dataclasses, strict JSON in and out, dotted overrides, the one grammar of mechanisms.
 
 Every value is checked against its field's type when it comes in, and a key nobody knows is an error that
 names the closest one, so that no misspelt setting is ever silently ignored.
@@ -7,6 +7,7 @@ names the closest one, so that no misspelt setting is ever silently ignored.
 import dataclasses
 import json
 import os
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -16,8 +17,10 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from headgate.errors import HeadgateError, suggestion
 from headgate.files import write_json
+from headgate.registry import MECHANISMS
 
 T = TypeVar("T")
+WRITTEN_MECHANISM = re.compile(r"(?:(.+?\.py):)?([^:]*)(?::(.*))?", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -29,18 +32,96 @@ class MechanismSpec:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of this mechanism; what is absent comes from the model's shared options, then the defaults."""
 
-    @classmethod
-    def parse(cls, text: str) -> "MechanismSpec":
-        name, _, tail = text.partition(":")
-        options: dict[str, Any] = {}
-        for assignment in filter(None, tail.split(",")):
-            key, equals, value = assignment.partition("=")
-            if not equals:
-                raise HeadgateError(
-                    f"option {assignment!r} in {text!r} has no value; write name:option=value,option=value"
-                )
-            options[key.strip()] = _literal(value)
-        return cls(name.strip(), options)
+
+class WrittenMechanism(typing.NamedTuple):
+    """The parts of one mechanism as it is written: `file.py:name:words`."""
+
+    file: str
+    name: str
+    words: str
+
+    @property
+    def without_file(self) -> str:
+        return ":".join(filter(None, self[1:]))
+
+
+def split_mechanisms(text: str) -> list[WrittenMechanism]:
+    """Take a written mechanism, or a pattern `a+b+c` of them, apart."""
+    found = []
+    for part in re.split(r"\+(?=[A-Za-z_./~])", text):  # the + of 1e+3 is followed by a digit
+        matched = WRITTEN_MECHANISM.fullmatch(part.strip())
+        assert matched is not None  # it matches any text
+        file, name, words = matched.groups(default="")
+        if name.endswith(".py") or (file and not name):
+            raise HeadgateError(f"{part!r} names a file but no mechanism in it; write FILE.py:NAME")
+        found.append(WrittenMechanism(file, name.strip(), words))
+    return found
+
+
+def parse_mechanisms(text: str | Iterable[str], *, load_files: bool = True) -> tuple[MechanismSpec, ...]:
+    """The one grammar of mechanisms, in every command and in Python:
+
+    name                  a registered mechanism with its defaults
+    name:option=value     with options, separated by commas
+    name:ablation         with the options of one of its ablations; more options may follow
+    a+b+c                 a pattern that repeats over the layers; each part as above
+    file.py:name          a mechanism in a file that is not installed; the file is run
+    """
+    if not isinstance(text, str):
+        return tuple(spec for part in text for spec in parse_mechanisms(part, load_files=load_files))
+    specs = []
+    for written in split_mechanisms(text):
+        if written.file and load_files:
+            MECHANISMS.require_from_file(written.file, written.name)
+        elif written.file and written.name not in MECHANISMS.names():
+            raise HeadgateError(
+                f"a saved config names {written.file}:{written.name}, but code is run only from files that "
+                f"you name; add --mechanism-file {written.file}, or call headgate.use_file in Python"
+            )
+        specs.append(MechanismSpec(written.name, _mechanism_options(written)))
+    return tuple(specs)
+
+
+def _mechanism_options(written: WrittenMechanism) -> dict[str, Any]:
+    assignments, ablations = split_assignments(written.words)
+    options: dict[str, Any] = {}
+    for ablation in ablations:
+        mechanism = MECHANISMS.get(written.name)
+        if ablation in {f.name for f in dataclasses.fields(mechanism.Options)}:
+            raise HeadgateError(
+                f"option {ablation!r} in {written.without_file!r} has no value; write "
+                f"{written.name}:{ablation}=VALUE"
+            )
+        if ablation not in mechanism.ablations:
+            raise HeadgateError(
+                f"{written.name} has no ablation {ablation!r}; {suggestion(ablation, mechanism.ablations)}"
+            )
+        options |= mechanism.ablations[ablation]
+    for option, value in assignments:
+        if option in options:
+            raise HeadgateError(f"{written.without_file!r} sets {option!r} twice; keep one of them")
+        options[option] = value
+    return options
+
+
+def split_assignments(words: str) -> tuple[list[tuple[str, Any]], list[str]]:
+    """`option=value,word,...` as assignments and bare words; commas inside brackets do not separate."""
+    assignments, bare = [], []
+    for word in filter(None, map(str.strip, re.split(r",(?![^\[]*\])", words))):
+        key, equals, value = word.partition("=")
+        if equals:
+            assignments.append((key.strip(), _literal(value)))
+        else:
+            bare.append(word)
+    return assignments, bare
+
+
+def parse_lengths(text: str, name: str = "lengths") -> tuple[int, ...]:
+    """Context lengths as every command takes them: `1024,4096`; empty text for none."""
+    parts = [part.strip() for part in text.split(",")] if text else []
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise HeadgateError(f"{name}={text!r} is not whole numbers above 0; write them as 1024,4096")
+    return tuple(map(int, parts))
 
 
 @dataclass(frozen=True)
@@ -262,11 +343,7 @@ class StudyOptions:
         require_at_least(self, 1, "seeds", "jobs", "threads")
         if not self.cost_seconds > 0:
             raise HeadgateError(f"cost_seconds={self.cost_seconds} is no time to measure; give some above 0")
-        parts = self.lengths.split(",") if self.lengths else []
-        if not all(part.strip().isdecimal() and int(part) for part in parts):
-            raise HeadgateError(
-                f"lengths={self.lengths!r} is not whole numbers above 0; write them as 1024,4096"
-            )
+        parse_lengths(self.lengths)
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], where: str = "") -> list[str]:
@@ -359,7 +436,10 @@ def override(config: T, assignments: Iterable[str]) -> T:
             node, where = _child(node, key, where), _join(where, key)
         if last not in node and not _is_options(where):
             raise HeadgateError(f"unknown key {path.strip()!r}; {suggestion(last, node)}")
-        node[last] = _literal(text)
+        value = _literal(text)
+        if last == "mechanism":
+            value = _plain(_read_patterns(value, load_files=True))  # the user wrote it, so files may run
+        node[last] = value
     return from_dict(type(config), values)
 
 
@@ -409,13 +489,20 @@ def _plain(value: Any) -> Any:
     return value
 
 
+def _read_patterns(value: Any, *, load_files: bool) -> Any:
+    """Mechanisms written as text, alone or in a list, as specs; anything else as it is."""
+    items = value if isinstance(value, (list, tuple)) else [value]
+    read: list[Any] = []
+    for item in items:
+        read += parse_mechanisms(item, load_files=load_files) if isinstance(item, str) else [item]
+    return read
+
+
 def _checked(value: Any, hint: Any, where: str) -> Any:
     """`value` as the type `hint` asks for, or an error that names `where`."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return value
-    if hint is MechanismSpec and isinstance(value, str):
-        return MechanismSpec.parse(value)
     if dataclasses.is_dataclass(hint):
         if isinstance(value, Mapping):
             return from_dict(hint, value, where=where)  # type: ignore[arg-type]
@@ -434,6 +521,8 @@ def _checked(value: Any, hint: Any, where: str) -> Any:
         (hint,) = (a for a in arguments if a is not type(None))
         return _checked(value, hint, where)
     elif origin is tuple:
+        if arguments[0] is MechanismSpec:
+            value = _read_patterns(value, load_files=False)
         if isinstance(value, str) or not isinstance(value, (list, tuple)):
             value = [value]
         if arguments[-1] is Ellipsis:

@@ -1,10 +1,16 @@
 """Names for things that live one to a file: registered by decorator, found by scanning their package."""
 
+import hashlib
 import importlib
 import importlib.metadata
+import importlib.util
+import os
 import pkgutil
+import sys
+import traceback
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 from headgate.errors import HeadgateError, suggestion
 
@@ -14,13 +20,16 @@ T = TypeVar("T")
 class Registry(Generic[T]):
     """Maps names to entries. A duplicate raises; a miss names the closest entry.
 
-    The first look scans: every module of `package` is imported, then every entry point of the group of that
-    name, which is how another distribution adds entries without touching this one.
+    The first look-up scans three places: the modules of `package`, the entry points of the group of that
+    name, through which another distribution adds entries, and the files listed in the environment variable
+    `files_variable`. `load_file` adds to that list, so that processes started from this one know the same
+    names.
     """
 
-    def __init__(self, kind: str, *, package: str | None = None) -> None:
+    def __init__(self, kind: str, *, package: str | None = None, files_variable: str | None = None) -> None:
         self.kind = kind
         self.package = package
+        self.files_variable = files_variable
         self._entries: dict[str, T] = {}
         self._scanned = package is None
 
@@ -58,3 +67,92 @@ class Registry(Generic[T]):
             importlib.import_module(f"{self.package}.{module.name}")
         for entry_point in importlib.metadata.entry_points(group=self.package):
             entry_point.load()
+        for path in self._listed_files():
+            self.load_file(path)
+
+    def load_file(self, path: str | os.PathLike[str]) -> list[str]:
+        """Run a Python file that registers entries; returns their names. A file runs once in a process."""
+        self.scan()
+        file = Path(path).expanduser().resolve()
+        names = self._names_from(file)
+        if not names:
+            if not file.is_file():
+                raise HeadgateError(f"the file {str(path)!r} of a {self.kind} does not exist; check its path")
+            before = dict(self._entries)
+            try:
+                _run_file(file)
+            except (Exception, SystemExit) as error:
+                self._entries = before
+                if isinstance(error, HeadgateError):
+                    raise HeadgateError(f"{str(path)!r} cannot be used: {error}") from None
+                raise HeadgateError(f"{str(path)!r} cannot be imported: {_where(error, file)}") from error
+            names = self._names_from(file)
+        if self.files_variable is not None and str(file) not in (listed := self._listed_files()):
+            os.environ[self.files_variable] = os.pathsep.join([*listed, str(file)])
+        return names
+
+    def require_from_file(self, path: str, name: str) -> None:
+        """Load the file and make sure that the entry called `name` is its own."""
+        names = self.load_file(path)
+        if name not in names:
+            known = (
+                f"it registers {', '.join(names)}" if names else f'decorate a class with @register("{name}")'
+            )
+            raise HeadgateError(f"{path!r} registers no {self.kind} {name!r}; {known}")
+
+    def _listed_files(self) -> list[str]:
+        text = os.environ.get(self.files_variable, "") if self.files_variable else ""
+        return [path for path in text.split(os.pathsep) if path]
+
+    def _names_from(self, file: Path) -> list[str]:
+        """The entries that the file defines, however it was imported."""
+        names = []
+        for name, entry in self._entries.items():
+            module = sys.modules.get(getattr(entry, "__module__", ""))
+            origin = getattr(module, "__file__", None)
+            if origin is not None and Path(origin).resolve() == file:
+                names.append(name)
+        return sorted(names)
+
+
+def _run_file(file: Path) -> None:
+    name = f"headgate_file_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and docstrings are looked up through it
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+
+
+def _where(error: BaseException, file: Path) -> str:
+    """The error with the line of the file that raised it."""
+    lines = [
+        frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)
+    ]
+    line = error.lineno if isinstance(error, SyntaxError) else (lines[-1] if lines else None)
+    words = error.msg if isinstance(error, SyntaxError) else str(error)
+    words = " ".join(words.split()) or "no message"
+    return f"{type(error).__name__}: {words}" + (f", line {line}" if line is not None else "")
+
+
+MECHANISMS: Registry[Any] = Registry(
+    "mechanism", package="headgate.mechanisms", files_variable="HEADGATE_MECHANISM_FILES"
+)
+"""Here, where PyTorch is not needed, so that a config can be read without it; `mechanisms.contract` gives the
+entries their type."""
+
+
+def use_file(path: str | os.PathLike[str]) -> list[str]:
+    """Load the mechanisms of a Python file that is not installed; returns their names.
+
+    Processes started from this one know them too, through the variable HEADGATE_MECHANISM_FILES.
+    """
+    names = MECHANISMS.load_file(path)
+    if not names:
+        raise HeadgateError(f'{str(path)!r} registers no mechanism; decorate a class with @register("NAME")')
+    return names

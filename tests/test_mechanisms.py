@@ -638,6 +638,8 @@ def test_initial_values_follow_the_formulas() -> None:
     assert (ours.b1 == 0).all()
     assert ours.w1_q.std().item() == pytest.approx(1 / 8, rel=0.05)
     assert ours.w2.std().item() == pytest.approx(1 / 4, rel=0.2)
+    near_far = build_mechanism("near-far", **SIZES)
+    assert near_far.gate.bias.sigmoid().tolist() == pytest.approx([0.05] * 4)
     prior = build_mechanism("positional", **SIZES)
     assert prior.mean[0].tolist() == [0, 4, 8, 12]
     assert (prior.log_std == 0).all()

@@ -1,25 +1,32 @@
-"""What `headgate mechanisms` prints: the registry as a table, or one mechanism in full."""
+"""`headgate mechanisms`: the registry as a table, or one mechanism in full."""
 
 import ast
 import dataclasses
 import inspect
 import textwrap
-from typing import get_type_hints
+from typing import TYPE_CHECKING, get_type_hints
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from headgate.config import parse_mechanisms
+from headgate.registry import MECHANISMS
 
-from headgate.mechanisms import MECHANISMS, Mechanism, MechanismOptions
-from headgate.mechanisms.contract import description
-
-
-def summary(mechanism: type[Mechanism]) -> str:
-    """The first line of the mechanism's file, without its name."""
-    return description(mechanism).splitlines()[0].partition(": ")[2]
+if TYPE_CHECKING:
+    from headgate.mechanisms import MechanismOptions
 
 
-def option_texts(options: type[MechanismOptions]) -> dict[str, str]:
+def mechanisms(name: str | None = None, /) -> None:
+    """List the attention mechanisms, or show one with its formula, options and ablations.
+
+    Args:
+        name: The mechanism to show, such as dynamic-sparse or ./mine.py:mine. Default: a table of all.
+    """
+    if name is None:
+        print_all()
+    else:
+        for spec in parse_mechanisms(name):
+            print_one(spec.name)
+
+
+def option_texts(options: "type[MechanismOptions]") -> dict[str, str]:
     """The docstring that follows each field in the source, those of the base class included."""
     texts: dict[str, str] = {}
     for cls in reversed(options.__mro__):
@@ -41,22 +48,34 @@ def option_texts(options: type[MechanismOptions]) -> dict[str, str]:
 
 def print_all() -> None:
     """The registry by shelf; those of your own come last."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from headgate.mechanisms.contract import Mechanism, description
+
+    def order(shelf: str) -> tuple[bool, str]:
+        return shelf == Mechanism.shelf, shelf
+
     table = Table("mechanism", "what it is", "ablations", box=None, pad_edge=False)
     known = [(name, MECHANISMS.get(name)) for name in MECHANISMS.names()]
-    for shelf in sorted({mechanism.shelf for _, mechanism in known}, key=_shelf_order):
+    for shelf in sorted({mechanism.shelf for _, mechanism in known}, key=order):
         table.add_row(Text(shelf, style="italic"))
         for name, mechanism in known:
             if mechanism.shelf == shelf:
-                cells = map(Text, (summary(mechanism), ", ".join(mechanism.ablations)))
+                first_line = description(mechanism).splitlines()[0].partition(": ")[2]
+                cells = map(Text, (first_line, ", ".join(mechanism.ablations)))
                 table.add_row(Text(f"  {name}", style="bold"), *cells)
     Console().print(table)
 
 
-def _shelf_order(shelf: str) -> tuple[bool, str]:
-    return shelf == Mechanism.shelf, shelf
-
-
 def print_one(name: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from headgate.mechanisms.contract import description
+
     mechanism = MECHANISMS.get(name)
     console = Console(highlight=False)
     console.print(description(mechanism), markup=False, soft_wrap=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 from headgate import config, files
 from headgate.compare.claims import check_variants
 from headgate.compare.folder import Job, Study, StudyFolder, failure
-from headgate.compare.progress import StudyDisplay
+from headgate.compare.progress import StudyProgress
 from headgate.compare.results import write_results
 from headgate.compare.variants import parse_variants
 from headgate.config import Config, StudyOptions
@@ -54,7 +54,7 @@ def run_study(
         seeds=options.seeds,
         budget=options.budget,
         threads=options.threads,
-        cost=CostPlan(tuple(int(part) for part in options.lengths.split(",") if part), options.cost_seconds),
+        cost=CostPlan(config.parse_lengths(options.lengths), options.cost_seconds),
         settings=tuple(overrides),
     )
     check_fit(base, asked.data, *splits)
@@ -63,32 +63,32 @@ def run_study(
         check_variants(claims, base.model)
     folder = StudyFolder(out)
     folder.refuse_strangers()
-    with files.locked(folder.path, "compared"), StudyDisplay() as display:
+    with files.locked(folder.path, "compared"), StudyProgress() as progress:
         study = folder.take(asked, base)
         if claims is not None:
             config.save(claims, folder.claims_path)
         at_once = options.jobs or max(1, cores() // study.threads)
         if study.budget == "seconds":
-            study = _share_out_seconds(folder, study, base, display)
-        failed = run_jobs(folder, study, base, at_once, display)
+            study = _share_out_seconds(folder, study, base, progress)
+        failed = run_jobs(folder, study, base, at_once, progress)
         if options.cost:
             before = folder.read_costs()
-            costs = measure_costs(study.variants, base, study.cost, before, at_once, display.say)
+            costs = measure_costs(study.variants, base, study.cost, before, at_once, progress.say)
             if costs != before:
                 config.save(costs, folder.costs_path)
-            _write_skipping(folder, study, base, display)
-        _write_gates(folder, study, base, display)
+            _write_skipping(folder, study, base, progress)
+        _write_gates(folder, study, base, progress)
         write_results(out)
     return not failed
 
 
-def _share_out_seconds(folder: StudyFolder, study: Study, base: Config, display: StudyDisplay) -> Study:
+def _share_out_seconds(folder: StudyFolder, study: Study, base: Config, progress: StudyProgress) -> Study:
     """Give each variant as many steps as fit into the time of the baseline's."""
     missing = [variant for variant in study.variants if variant.label not in study.steps]
     if not missing:
         return study
     baseline = study.variants[0]
-    display.say("measuring a step of each variant, to give all the same seconds")
+    progress.say("measuring a step of each variant, to give all the same seconds")
     seconds = step_seconds([baseline, *(v for v in missing if v != baseline)], base, study.threads)
     steps = dict(study.steps)
     for variant in missing:
@@ -101,14 +101,14 @@ def _share_out_seconds(folder: StudyFolder, study: Study, base: Config, display:
 
 
 def run_jobs(
-    folder: StudyFolder, study: Study, base: Config, at_once: int, display: StudyDisplay
+    folder: StudyFolder, study: Study, base: Config, at_once: int, progress: StudyProgress
 ) -> list[Job]:
     """Train what is not finished, several at once; a run that fails does not stop the others. Returns those
     that failed."""
     jobs = folder.jobs(study, base)
     waiting = [job for job in jobs if not job.finished]
     done = sum(job.steps for job in jobs if job.finished)
-    display.begin(total=sum(job.steps for job in jobs), done=done, runs=len(jobs), left=len(waiting))
+    progress.begin_runs(total=sum(job.steps for job in jobs), done=done, runs=len(jobs), left=len(waiting))
     running: dict[Job, subprocess.Popen[bytes]] = {}
     failed: list[Job] = []
     settled = done
@@ -124,13 +124,13 @@ def run_jobs(
                 del running[job]
                 settled += job.steps
                 if process.returncode == 0 and job.finished:
-                    display.finished(job.name, _final_loss(job))
+                    progress.finished(job.name, _final_loss(job))
                 else:
                     _note_exit(job, process.returncode)
                     failed.append(job)
-                    display.failed(job.name, failure(job.log))
-            progress = settled + sum(min(last_step(job.folder), job.steps) for job in running)
-            display.update(progress, [job.name for job in running])
+                    progress.failed(job.name, failure(job.log))
+            done = settled + sum(min(last_step(job.folder), job.steps) for job in running)
+            progress.update_runs(done, [job.name for job in running])
     return failed
 
 
@@ -194,14 +194,14 @@ def _first_runs(folder: StudyFolder, study: Study, base: Config) -> dict[str, Pa
     return runs
 
 
-def _write_skipping(folder: StudyFolder, study: Study, base: Config, display: StudyDisplay) -> None:
+def _write_skipping(folder: StudyFolder, study: Study, base: Config, progress: StudyProgress) -> None:
     """What skipping nearly closed gates saves and costs, for mechanisms that learn theirs."""
     path = folder.path / "skipping.json"
     by_label = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     for label, run in _first_runs(folder, study, base).items():
         if label in by_label or not can_skip(read_config(run).model):
             continue
-        display.say(f"measuring what skipping nearly closed gates saves and costs: {label}")
+        progress.say(f"measuring what skipping nearly closed gates saves and costs: {label}")
         by_threshold = gate_skipping(
             run,
             THRESHOLDS,
@@ -213,9 +213,9 @@ def _write_skipping(folder: StudyFolder, study: Study, base: Config, display: St
         files.write_json(path, by_label)
 
 
-def _write_gates(folder: StudyFolder, study: Study, base: Config, display: StudyDisplay) -> None:
+def _write_gates(folder: StudyFolder, study: Study, base: Config, progress: StudyProgress) -> None:
     """The gates of each variant's first finished run on the beginning of the validation split."""
-    display.say("reading the gates on a passage of held-out text")
+    progress.say("reading the gates on a passage of held-out text")
     runs = _first_runs(folder, study, base)
     gates = gates_on_passage(runs, study.data.folder, base.train.context)
     files.write_text(folder.path / "gates.json", json.dumps(gates, separators=(",", ":")) + "\n")

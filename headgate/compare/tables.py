@@ -7,8 +7,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from headgate.compare.progress import output
 from headgate.compare.statistics import Difference
+from headgate.progress import table_console
 
 COLUMNS = (
     "variant",
@@ -184,11 +184,11 @@ def print_against(label: str, differences: Mapping[str, Difference]) -> None:
     for name, difference in differences.items():
         words = [name, signed(difference.mean, difference.high, 4), p_value(difference.p_holm)]
         table.add_row(*map(Text, [*words, difference.verdict]))
-    output().print(table)
+    table_console().print(table)
 
 
 def print_results(results: Mapping[str, Any]) -> None:
-    console = output()
+    console = table_console()
     table = Table(*COLUMNS, box=None, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"

@@ -1,7 +1,7 @@
-"""What a study compares: a mechanism with its options, or a pattern of them over the layers, under a label.
+"""What a study compares: a mechanism, or a pattern of them over the layers, under a label.
 
-In text: `dynamic-sparse`, `sparse-geometric:gate=log`, an ablation as `dynamic-sparse:no-gate`, a pattern
-over the layers as `local+local+full`; `@` gives it a label of its own, `sparse-geometric:gate=log@log gate`.
+Written as everywhere (`config.parse_mechanisms`); a label of your own may follow an @, as in
+`sparse-geometric:gate=log@log gate`.
 """
 
 import hashlib
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from headgate.config import MechanismSpec, ModelConfig
-from headgate.errors import HeadgateError, suggestion
+from headgate.config import MechanismSpec, ModelConfig, parse_mechanisms, split_mechanisms
+from headgate.errors import HeadgateError
 from headgate.mechanisms.contract import MECHANISMS, make_options
 
 BASELINE = "full"
@@ -32,17 +32,18 @@ class Variant:
     @classmethod
     def parse(cls, text: str) -> "Variant":
         body, at, label = text.partition("@")
-        specs = tuple(map(_spec, re.split(r"\+(?=[a-z])", body.strip())))
+        specs = parse_mechanisms(body)
         if at and not label.strip():
             raise HeadgateError(
                 f"variant {text!r} has an empty label; write it after the @, or leave the @ out"
             )
         ablation = _ablation(specs[0]) if len(specs) == 1 else None
-        return cls(label.strip() if at else body.strip(), specs, ablation)
+        plain = "+".join(written.without_file for written in split_mechanisms(body))
+        return cls(label.strip() if at else plain, specs, ablation)
 
     @property
     def folder(self) -> str:
-        """A name for its folder that any file system takes, and no other label's has."""
+        """A folder name that every file system accepts and that belongs to this label alone."""
         plain = re.sub(r"[^A-Za-z0-9._=+-]+", "-", self.label).strip("-.")
         if plain == self.label:
             return plain
@@ -56,17 +57,6 @@ class Variant:
     def options(self, model: ModelConfig) -> list[dict[str, Any]]:
         """Every option of each mechanism of the pattern, as it comes out in this model."""
         return [asdict(make_options(s.name, s.options, model.shared_options)) for s in self.mechanism]
-
-
-def _spec(text: str) -> MechanismSpec:
-    """`name:option=value`, or `name:ablation`."""
-    name, _, tail = text.partition(":")
-    if not tail or "=" in tail:
-        return MechanismSpec.parse(text)
-    ablations = MECHANISMS.get(name.strip()).ablations
-    if tail not in ablations:
-        raise HeadgateError(f"{name} has no ablation {tail!r}; {suggestion(tail, ablations)}")
-    return MechanismSpec(name.strip(), dict(ablations[tail]))
 
 
 def _ablation(spec: MechanismSpec) -> str | None:
@@ -93,10 +83,16 @@ def parse_variants(names: Sequence[str], model: ModelConfig) -> tuple[Variant, .
     return tuple(found)
 
 
-def with_ablations(name: str) -> tuple[str, ...]:
-    """The mechanism and each of its registered ablations, as they are written."""
+def with_ablations(text: str) -> tuple[str, ...]:
+    """A mechanism and each of its ablations, as they are written; its own options go to all of them."""
+    parse_mechanisms(text)  # runs its file, if it names one
+    written = split_mechanisms(text)
+    if len(written) > 1:
+        raise HeadgateError(f"{text!r} is a pattern over the layers; name one mechanism to ablate")
+    (file, name, words) = written[0]
     ablations = MECHANISMS.get(name).ablations
     if not ablations:
         having = [other for other in MECHANISMS.names() if MECHANISMS.get(other).ablations]
-        raise HeadgateError(f"{name} has no ablations; those that have are {', '.join(having)}")
-    return name, *(f"{name}:{ablation}" for ablation in ablations)
+        raise HeadgateError(f"{name} has no ablations; those that have some are {', '.join(having)}")
+    head = f"{file}:{name}" if file else name
+    return text, *(f"{head}:{','.join(filter(None, (ablation, words)))}" for ablation in ablations)

@@ -40,7 +40,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Progress:
+class PrepareState:
     """What `progress.json` holds while the work is not done."""
 
     request: Mapping[str, Any]
@@ -83,10 +83,10 @@ def writing(folder: Path) -> Iterator[None]:
                 path.rmdir()
 
 
-def begun(folder: Path) -> Progress | None:
+def begun(folder: Path) -> PrepareState | None:
     """What an earlier call noted here; None, and the folder empty, where no document had been kept."""
     if (folder / "progress.json").exists():
-        progress = config.load(Progress, folder / "progress.json")
+        progress = config.load(PrepareState, folder / "progress.json")
         if progress.now.documents:
             return progress
         remove_all(folder)

@@ -20,8 +20,7 @@ import numpy as np
 
 from headgate import config, files
 from headgate.data import shards
-from headgate.data.folder import Checkpoint, Progress, begun, is_finished, remove, remove_all, writing
-from headgate.data.progress import Display
+from headgate.data.folder import Checkpoint, PrepareState, begun, is_finished, remove, remove_all, writing
 from headgate.data.shards import Manifest, ShardWriter
 from headgate.data.sources import Source
 from headgate.data.splits import Seen, Shares, document_key, require_training, split_of
@@ -29,6 +28,7 @@ from headgate.data.tokenizers import Tokenizer, local_file, make_tokenizer
 from headgate.data.workers import Encoded, encode_in_order, read_chunks
 from headgate.errors import HeadgateError
 from headgate.machine import cores
+from headgate.progress import Progress
 from headgate.version import __version__
 
 COMMIT_SECONDS = 1.0
@@ -84,7 +84,7 @@ def _prepare(request: Request, source: Source, folder: Path, workers: int) -> Ma
     progress = _resume(folder, request, source)
     config.save(progress, folder / "progress.json")
     try:
-        with Display() as display:
+        with Progress(1.0) as display:
             tokenizer = _tokenizer(folder, request, source, progress.end_of_text, display)
             progress = replace(progress, end_of_text=tokenizer.end_of_text)
             config.save(progress, folder / "progress.json")
@@ -94,7 +94,7 @@ def _prepare(request: Request, source: Source, folder: Path, workers: int) -> Ma
                 progress = _write_shards(folder, request, source, tokenizer, progress, workers, display)
     finally:
         note = folder / "progress.json"
-        if note.exists() and not config.load(Progress, note).now.documents:
+        if note.exists() and not config.load(PrepareState, note).now.documents:
             remove_all(folder)
     manifest = Manifest(
         format=shards.FORMAT,
@@ -119,11 +119,11 @@ def _prepare(request: Request, source: Source, folder: Path, workers: int) -> Ma
     return manifest
 
 
-def _resume(folder: Path, request: Request, source: Source) -> Progress:
+def _resume(folder: Path, request: Request, source: Source) -> PrepareState:
     """How far an earlier run came, or the beginning."""
     progress = begun(folder)
     if progress is None:
-        return Progress(config.to_dict(request))
+        return PrepareState(config.to_dict(request))
     now = progress.now
     _refuse_another(folder, request, progress.request, source, None if progress.finished else now.file)
     in_file = now.row and not progress.finished
@@ -169,7 +169,7 @@ def _listed(path: Path) -> list[tuple[str, int]]:
 
 
 def _tokenizer(
-    folder: Path, request: Request, source: Source, end_of_text: str, display: Display
+    folder: Path, request: Request, source: Source, end_of_text: str, display: Progress
 ) -> Tokenizer:
     """The tokenizer of the folder; made, and kept there, unless it was before, as its closing token tells."""
     path = folder / "tokenizer.json"
@@ -211,10 +211,10 @@ def _write_shards(
     request: Request,
     source: Source,
     tokenizer: Tokenizer,
-    progress: Progress,
+    progress: PrepareState,
     workers: int,
-    display: Display,
-) -> Progress:
+    display: Progress,
+) -> PrepareState:
     sizes = [file.size for file in source.files]
     starts = list(itertools.accumulate(sizes, initial=0))
     with ExitStack() as stack:
@@ -226,7 +226,7 @@ def _write_shards(
         if request.dedup:
             seen = stack.enter_context(closing(Seen(folder / "keys.tmp", progress.now.documents)))
 
-        def commit(progress: Progress) -> None:
+        def commit(progress: PrepareState) -> None:
             for writer in writers:
                 writer.flush()
             if seen:
@@ -253,11 +253,9 @@ def _write_shards(
                 shares = [(starts[chunk.file] + in_file) / max(starts[-1], 1)]
                 if request.max_tokens:
                     shares.append(now.tokens / request.max_tokens)
+                megabytes = sum(split.bytes for split in now.splits) / 1e6
                 display.update(
-                    documents=now.documents,
-                    text_bytes=sum(split.bytes for split in now.splits),
-                    tokens=now.tokens,
-                    share=min(max(shares), 1.0),
+                    min(max(shares), 1.0), f"{now.documents:,} documents", MB=megabytes, tokens=now.tokens
                 )
                 if request.max_tokens and now.tokens >= request.max_tokens:
                     break

@@ -24,7 +24,7 @@ import numpy as np
 
 from headgate import config, files
 from headgate.data import shards
-from headgate.data.folder import Progress, begun, is_finished, remove, remove_all, writing
+from headgate.data.folder import PrepareState, begun, is_finished, remove, remove_all, writing
 from headgate.data.shards import SPLITS, Manifest, ShardWriter, SplitState
 from headgate.data.splits import Shares, require_training
 from headgate.data.tokenizers import END_OF_TEXT, Tokenizer
@@ -101,11 +101,14 @@ def parse(source: str) -> Recall | None:
     name, _, tail = source.partition(":")
     if name != NAME:
         return None
-    keys = [part.partition("=")[0].strip() for part in tail.split(",")]
-    twice = next((key for key in keys if key and keys.count(key) > 1), None)
+    assignments, bare = config.split_assignments(tail)
+    if bare:
+        raise HeadgateError(f"option {bare[0]!r} in {source!r} has no value; write {NAME}:option=value")
+    keys = [key for key, _ in assignments]
+    twice = next((key for key in keys if keys.count(key) > 1), None)
     if twice:
         raise HeadgateError(f"option {twice!r} stands twice in {source!r}; keep one of them")
-    return config.from_dict(Recall, config.MechanismSpec.parse(f"{name}:{tail}").options, where=NAME)
+    return config.from_dict(Recall, dict(assignments), where=NAME)
 
 
 def prepare_recall(recall: Recall, source: str, shares: Shares, out: Path) -> Manifest:
@@ -119,7 +122,7 @@ def prepare_recall(recall: Recall, source: str, shares: Shares, out: Path) -> Ma
             progress = begun(out)
             if progress is not None:
                 _refuse_another(out, progress.request, request)
-            config.save(Progress(request), out / "progress.json")
+            config.save(PrepareState(request), out / "progress.json")
             try:
                 _write(recall, request, shares, out)
             finally:

@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from headgate.compare.progress import output
 from headgate.config import require_at_least
 from headgate.errors import HeadgateError
 from headgate.files import write_text
@@ -27,6 +26,7 @@ from headgate.measure.speed import (
     peer_cases,
     select_cases,
 )
+from headgate.progress import table_console
 from headgate.version import __version__
 
 
@@ -42,8 +42,8 @@ def bench(
     figure_path: Path | None,
 ) -> None:
     require_at_least(shape, 1, "batch", "n_heads", "n_kv_heads", "head_dim", "window")
-    if not lengths or min(lengths) < 1:
-        raise HeadgateError(f"lengths={list(lengths)} are not all at least 1; give lengths such as 1024 4096")
+    if not lengths:
+        raise HeadgateError("there is no length to measure at; give some, such as 1024,4096")
     if figure_path is not None and figure_path.suffix not in (".html", ".png", ".svg"):
         raise HeadgateError(
             f"--figure {str(figure_path)!r} ends in none of .html, .png and .svg; choose one of them"
@@ -52,7 +52,7 @@ def bench(
         if path is not None and not path.absolute().parent.is_dir():
             raise HeadgateError(f"{str(path)!r} lies in no existing folder; make it first")
     keep_memory()
-    console = output(width=max(120, 60 + 20 * len(lengths)))
+    console = table_console(width=max(120, 60 + 20 * len(lengths)))
     cases = select_cases(shape, None if names is None else list(names))
     missing: dict[str, str] = {}
     with console.status("preparing") as status:

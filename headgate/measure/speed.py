@@ -22,9 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headgate import ops
+from headgate.config import parse_mechanisms, split_mechanisms
 from headgate.errors import HeadgateError, suggestion
 from headgate.machine import Peak
-from headgate.mechanisms import MECHANISMS
+from headgate.mechanisms import MECHANISMS, Mechanism
 from headgate.mechanisms.contract import Heads, initialise, make_options
 
 BASELINE = "causal SDPA"
@@ -175,20 +176,27 @@ def op_cases(shape: Shape, hidden: int = 16) -> list[Case]:
 
 
 def mechanism_cases(shape: Shape, names: list[str] | None = None) -> list[Case]:
-    """Mechanisms by name, `name:option=value` allowed; all registered ones by default, at the given
-    window."""
-    from headgate.config import MechanismSpec
-
+    """Mechanisms as they are written everywhere; by default all that are registered. Windows are the shape's
+    unless an option says otherwise. A pattern's layers run one after the other."""
     known = MECHANISMS.names()
     variants = ["context-adaptive:select=block", "sparse-geometric:gate=log"]
     shared = {"window": shape.window, "max_window": 2 * shape.window, "dense_prefix": 2 * shape.window}
     cases = []
     for name in known + [v for v in variants if v.partition(":")[0] in known] if names is None else names:
-        spec = MechanismSpec.parse(name)
-        mechanism = MECHANISMS.get(spec.name)(shape.heads(), make_options(spec.name, spec.options, shared))
-        initialise(mechanism, 0)
-        cases.append(Case(name, "mechanism", mechanism, mechanism.pairs))
+        layers = []
+        for spec in parse_mechanisms(name):
+            layer = MECHANISMS.get(spec.name)(shape.heads(), make_options(spec.name, spec.options, shared))
+            initialise(layer, 0)
+            layers.append(layer)
+        cases.append(_pattern_case(name, layers))
     return cases
+
+
+def _pattern_case(name: str, layers: list[Mechanism]) -> Case:
+    def attend(x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sum((layer(x, q, k, v) for layer in layers[1:]), layers[0](x, q, k, v))
+
+    return Case(name, "mechanism", attend, lambda length: sum(layer.pairs(length) for layer in layers))
 
 
 def peer_cases(shape: Shape) -> tuple[list[Case], dict[str, str]]:
@@ -379,11 +387,14 @@ def select_cases(shape: Shape, names: list[str] | None) -> list[Case]:
     for name in names:
         if name in by_name:
             chosen.append(by_name[name])
-        elif name.partition(":")[0] in MECHANISMS.names():
-            chosen += mechanism_cases(shape, [name])
-        else:
-            known = [*by_name, *MECHANISMS.names()]
-            raise HeadgateError(f"nothing to measure is called {name!r}; {suggestion(name, known)}")
+            continue
+        for written in split_mechanisms(name):
+            if not written.file and written.name not in MECHANISMS.names():
+                known = [*by_name, *MECHANISMS.names()]
+                raise HeadgateError(
+                    f"nothing to measure is called {written.name!r}; {suggestion(written.name, known)}"
+                )
+        chosen += mechanism_cases(shape, [name])
     return chosen
 
 

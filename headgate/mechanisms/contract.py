@@ -19,7 +19,8 @@ from typing import Any, ClassVar, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from headgate.config import check_heads, from_dict, require_at_least
+from headgate import registry
+from headgate.config import ModelConfig, check_heads, from_dict, require_at_least
 from headgate.errors import HeadgateError, suggestion
 from headgate.ops import Span
 from headgate.ops.dispatch import forced
@@ -296,7 +297,7 @@ def description(mechanism: type[Mechanism]) -> str:
 
 
 M = TypeVar("M", bound=type[Mechanism])
-MECHANISMS: Registry[type[Mechanism]] = Registry("mechanism", package="headgate.mechanisms")
+MECHANISMS: Registry[type[Mechanism]] = registry.MECHANISMS
 
 
 def register(name: str) -> Callable[[M], M]:
@@ -324,6 +325,16 @@ def make_options(
         return from_dict(cls, {**of_shared, **options})
     except HeadgateError as error:
         raise HeadgateError(f"mechanism {name!r}: {error}") from None
+
+
+def require_registered(model: ModelConfig, source: object) -> None:
+    """Raise if a model read from a file uses a mechanism that is not known here."""
+    for spec in model.mechanism:
+        if spec.name not in MECHANISMS.names():
+            raise HeadgateError(
+                f"{str(source)!r} uses the mechanism {spec.name!r}, which is not registered; if it is in "
+                "a file of yours, add --mechanism-file FILE, or call headgate.use_file(FILE) in Python"
+            )
 
 
 def check_shared_options(shared: Mapping[str, Any]) -> None:

@@ -152,7 +152,7 @@ def convert(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise HeadgateError(f"{str(out)!r} exists already; choose another folder, or remove it")
     found = read_source(Path(source))
-    config = with_mechanism(found.config, _pattern(mechanism))
+    config = with_mechanism(found.config, mechanism)
     settings = qwen.write_settings(config) if to == "qwen" else _headgate_settings(config)
     with torch.device("meta"):
         decoder = Decoder(config)
@@ -175,19 +175,6 @@ def convert(
         header["headgate"] = json.dumps(to_dict(config))
     _write(out, tensors, header, settings, found)
     return Converted(found.form, to, parameters, settings["dtype"], tuple(changes))
-
-
-def _pattern(mechanism: str | list[str] | None) -> str | list[str] | None:
-    """A mechanism, or a list of them that a command line gives as JSON."""
-    if not isinstance(mechanism, str) or not mechanism.startswith("["):
-        return mechanism
-    try:
-        names = json.loads(mechanism)
-    except ValueError:
-        names = None
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise HeadgateError(f'mechanism={mechanism!r} is no list; expected such as \'["local", "full"]\'')
-    return names
 
 
 def read_source(path: Path) -> Source:

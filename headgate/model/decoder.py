@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from headgate.config import Config, MechanismSpec, ModelConfig, from_dict, to_dict
+from headgate.config import Config, MechanismSpec, ModelConfig, from_dict, parse_mechanisms, to_dict
 from headgate.errors import HeadgateError, suggestion
 from headgate.mechanisms.contract import (
     MECHANISMS,
@@ -28,6 +28,7 @@ from headgate.mechanisms.contract import (
     initialise,
     initialise_parameter,
     make_options,
+    require_registered,
 )
 from headgate.model.cache import Cache, LayerCache
 from headgate.model.generate import Completion, Prompts, Sampling, Stop, Stream, generate
@@ -311,7 +312,8 @@ def build_model(
 ) -> Decoder:
     """A decoder from a recipe's name or a config, with this mechanism in its layers.
 
-    A list of mechanisms is a pattern that repeats over the layers. Options go to every mechanism of the
+    The mechanism is written as `config.parse_mechanisms` says, the same as on the command line; a list is a
+    pattern that repeats over the layers. Options go to every mechanism of the
     pattern that has them; one that none has is an error.
     """
     given = get_recipe(recipe_or_config) if isinstance(recipe_or_config, str) else recipe_or_config
@@ -325,8 +327,7 @@ def with_mechanism(
     config: ModelConfig, mechanism: str | Sequence[str] | None = None, **options: Any
 ) -> ModelConfig:
     """The config with another mechanism (None keeps its own) and options for those that have them."""
-    names = [mechanism] if isinstance(mechanism, str) else mechanism
-    specs = config.mechanism if names is None else tuple(map(MechanismSpec.parse, names))
+    specs = config.mechanism if mechanism is None else parse_mechanisms(mechanism)
     if not specs:
         raise HeadgateError("mechanism=[] names no mechanism; give at least one, such as 'full'")
     known = [set(MECHANISMS.get(spec.name).Options.__dataclass_fields__) for spec in specs]
@@ -395,4 +396,6 @@ def header_config(file: Path) -> ModelConfig:
             f"{str(file)!r} has no headgate config in its header; write it with Decoder.save, or "
             "turn it into one with headgate convert"
         )
-    return from_dict(ModelConfig, json.loads(metadata["headgate"]))
+    config = from_dict(ModelConfig, json.loads(metadata["headgate"]))
+    require_registered(config, file)
+    return config

@@ -238,6 +238,11 @@ def _rows(t: Tensor) -> Tensor:
     return t.transpose(1, 2).flatten(0, 2)
 
 
+def _taken(rows: Tensor, index: Tensor) -> Tensor:
+    """rows[index], which is faster as a selection of whole rows."""
+    return rows.index_select(0, index.flatten()).unflatten(0, index.shape)
+
+
 def _block_rows(k: Tensor, block: int) -> Tensor:
     """The complete blocks as rows: (B*G*blocks,block,D)."""
     n = k.shape[2] // block
@@ -268,7 +273,10 @@ def _forward(
 
     # A query's blocks lie in different tiles. A first pass finds the log-sum-exp over all of them and the own
     # block; with it the second has the final weights at once, and no scores need to be kept in between.
-    per_tile = [(scaled[part.queries] @ k_rows[part.blocks].mT).logsumexp(-1) for part in plan.chunks()]
+    per_tile = [
+        (_taken(scaled, part.queries) @ _taken(k_rows, part.blocks).mT).logsumexp(-1)
+        for part in plan.chunks()
+    ]
     partial = (
         torch.cat([own_lse.new_empty(0, TILE_QUERIES), *per_tile])
         .masked_fill_(plan.empty, -math.inf)
@@ -284,9 +292,10 @@ def _forward(
     own_share = (own_lse - flat_lse).exp_()[:, None]
     rows.copy_(_rows(own.unbatched(own_out, q.shape[0], own.front)) * own_share)
     for part in plan.chunks():
-        p = (scaled[part.queries] @ k_rows[part.blocks].mT).sub_(flat_lse[part.queries][..., None]).exp_()
+        p = _taken(scaled, part.queries) @ _taken(k_rows, part.blocks).mT
+        p.sub_(_taken(flat_lse, part.queries)[..., None]).exp_()
         p.masked_fill_(part.empty[..., None], 0.0)
-        rows.index_add_(0, part.queries.flatten(), (p @ v_rows[part.blocks]).flatten(0, 1))
+        rows.index_add_(0, part.queries.flatten(), (p @ _taken(v_rows, part.blocks)).flatten(0, 1))
 
 
 def _gradient_results(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
@@ -327,16 +336,17 @@ def _backward(
         total[:, :, own.first :] = own.unbatched(part, q.shape[0], 0)
 
     scale = 1 / math.sqrt(q.shape[3])
-    flat_q, flat_d, flat_lse, rows = _rows(q), _rows(d_out), _rows(lse), _rows(d_q)
+    flat_q, flat_d, flat_lse, rows = _rows(q) * scale, _rows(d_out), _rows(lse), _rows(d_q)
     k_rows, v_rows = _block_rows(k, block), _block_rows(v, block)
     d_k_rows, d_v_rows = torch.zeros_like(k_rows), torch.zeros_like(v_rows)
     delta = (flat_d * _rows(out)).sum(-1)
     for tiles in plan_tiles(chosen, k.shape[1], k.shape[2] // block).chunks():
-        q_tiles, d_tiles, k_tiles = flat_q[tiles.queries], flat_d[tiles.queries], k_rows[tiles.blocks]
-        p = (q_tiles @ k_tiles.mT * scale).sub_(flat_lse[tiles.queries][..., None]).exp_()
+        q_tiles, d_tiles = _taken(flat_q, tiles.queries), _taken(flat_d, tiles.queries)
+        k_tiles, v_tiles = _taken(k_rows, tiles.blocks), _taken(v_rows, tiles.blocks)
+        p = (q_tiles @ k_tiles.mT).sub_(_taken(flat_lse, tiles.queries)[..., None]).exp_()
         p.masked_fill_(tiles.empty[..., None], 0.0)
-        d_s = (d_tiles @ v_rows[tiles.blocks].mT).sub_(delta[tiles.queries][..., None]).mul_(p).mul_(scale)
-        rows.index_add_(0, tiles.queries.flatten(), (d_s @ k_tiles).flatten(0, 1))
+        d_s = (d_tiles @ v_tiles.mT).sub_(_taken(delta, tiles.queries)[..., None]).mul_(p)
+        rows.index_add_(0, tiles.queries.flatten(), (d_s @ k_tiles).flatten(0, 1), alpha=scale)
         d_k_rows.index_add_(0, tiles.blocks, d_s.mT @ q_tiles)
         d_v_rows.index_add_(0, tiles.blocks, p.mT @ d_tiles)
     complete = k.shape[2] // block * block

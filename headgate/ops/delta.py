@@ -85,7 +85,7 @@ def _torch(
     # A token writes beta (v - what was held under its key), and that includes what the chunk's tokens before
     # it wrote: (I + L) written = beta (v - what the chunk found), with L strictly lower triangular.
     weighted = beta[..., None] * k
-    lower = (weighted @ k.mT * decay).tril(-1)
+    lower = weighted @ k.mT * decay  # the solver looks at what lies below the diagonal alone
     sides = torch.cat([beta[..., None] * v, weighted * from_start], -1)
     solved = torch.linalg.solve_triangular(lower, sides, upper=False, unitriangular=True)
     fresh, found = solved.chunk(2, -1)

@@ -8,18 +8,18 @@ import torch
 from rich.table import Table
 
 from headgate import config
-from headgate.compare.progress import output
 from headgate.compare.variants import Variant, parse_variants
 from headgate.errors import HeadgateError
 from headgate.plan.devices import CPU, Seconds, find_device
 from headgate.plan.planner import USABLE, Fit, Plan, compare, make_plan, with_batch
+from headgate.progress import duration, table_console
 from headgate.train.start import named_config
 
 PARTS = ("weights", "gradients", "optimiser", "activations", "loss")
 
 
 def print_plan(plan: Plan, label: str) -> None:
-    console = output()
+    console = table_console()
     train, device = plan.config.train, plan.device
     many = f"{plan.count} x {device.name}" if plan.count > 1 else device.name
     console.print(
@@ -53,7 +53,7 @@ def print_plan(plan: Plan, label: str) -> None:
 
 def print_table(plans: Sequence[Plan], labels: Sequence[str]) -> None:
     """`labels` has the mechanisms; the plans stand in their order, context after context."""
-    console = output()
+    console = table_console()
     device = plans[0].device
     table = Table(
         title=f"the fastest way that fits {plans[0].count} x {device.name} ({device.source})",
@@ -139,16 +139,6 @@ def quantity(number: float) -> str:
     return f"{number:.3g} "
 
 
-def duration(seconds: float) -> str:
-    if seconds < 1:
-        return f"{1000 * seconds:.3g} ms"
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    if seconds < 7200:
-        return f"{seconds / 60:.3g} min"
-    return f"{seconds / 3600:.3g} h" if seconds < 48 * 3600 else f"{seconds / 86400:.3g} days"
-
-
 def plan_words(
     recipe: str,
     overrides: Sequence[str],
@@ -160,7 +150,8 @@ def plan_words(
     count: int,
     price: float | None,
     table: bool,
-    contexts: str,
+    mechanisms: Sequence[str],
+    contexts: Sequence[int],
     threads: int | None,
     as_json: bool,
 ) -> None:
@@ -168,19 +159,17 @@ def plan_words(
     for name, value in (("context", context), ("batch", batch), ("threads", threads), ("count", count)):
         if value is not None and value < 1:
             raise HeadgateError(f"{name}={value} is too small; it must be at least 1")
-    parts = contexts.split(",") if contexts else []
-    if not all(part.strip().isdecimal() and int(part) for part in parts):
-        raise HeadgateError(f"contexts={contexts!r} is not whole numbers above 0; write them as 2048,8192")
+    if mechanisms and not table:
+        raise HeadgateError("--mechanisms needs --table; add it, or give --mechanism for one plan")
     if contexts and not table:
-        raise HeadgateError("--contexts are the lengths of --table; give both, or --context for one plan")
+        raise HeadgateError("--contexts needs --table; add it, or give --context for one plan")
     if threads is not None:
         torch.set_num_threads(threads)
     asked = config.override(named_config(recipe), overrides)
     asked = with_batch(asked, context=context, batch=batch)
     if table:
-        names = mechanism.split() if mechanism else []
-        variants = parse_variants(names, asked.model)
-        lengths = list(map(int, parts)) or [asked.train.context * factor for factor in (1, 4, 16)]
+        variants = parse_variants([*filter(None, [mechanism]), *mechanisms], asked.model)
+        lengths = contexts or [asked.train.context * factor for factor in (1, 4, 16)]
         plans = compare(
             asked, [v.mechanism for v in variants], lengths, find_device(device), count=count, price=price
         )

@@ -23,6 +23,7 @@ from headgate.config import Config
 from headgate.data.loader import Windows
 from headgate.data.shards import Split, read_manifest
 from headgate.errors import HeadgateError
+from headgate.mechanisms.contract import require_registered
 from headgate.model.decoder import model_file
 
 WALL_CLOCK = ("seconds", "tokens_per_second", "memory_peak")
@@ -197,7 +198,9 @@ def read_config(run: str | os.PathLike[str]) -> Config:
     for needed in (path, path.with_name("data.json")):  # a converted model has a config.json too
         if not needed.is_file():
             raise HeadgateError(f"{str(run)!r} is no run folder: it has no {needed.name}")
-    return config.load(Config, path)
+    found = config.load(Config, path)
+    require_registered(found.model, run)
+    return found
 
 
 def read_data(run: str | os.PathLike[str]) -> DataRecord:

@@ -33,6 +33,7 @@ from headgate.data.shards import Split, open_split
 from headgate.errors import HeadgateError
 from headgate.machine import keep_memory, memory_peak
 from headgate.model.decoder import Decoder
+from headgate.progress import Progress, duration
 from headgate.train import checkpoint
 from headgate.train.checkpoint import State
 from headgate.train.distributed import World, hold_gradients, join
@@ -52,7 +53,6 @@ from headgate.train.optim import (
     make_optimizer,
     set_learning_rate,
 )
-from headgate.train.progress import Display, duration
 from headgate.train.summary import summarise
 from headgate.train.trackers import Tracker, check_trackers, flat_values, make_trackers
 
@@ -146,10 +146,8 @@ class Trainer:
         train, world = self.config.train, self.world
         with ExitStack() as stack:
             stop = stack.enter_context(_signals())
-            display = stack.enter_context(
-                closing(Display(train.steps, self.state.step, shown=world.is_first))
-            )
-            self._greet(display)
+            progress = stack.enter_context(Progress(train.steps, self.state.step, shown=world.is_first))
+            self._greet(progress)
             trackers: list[Tracker] = []
             if world.is_first:
                 settings = config.to_dict(self.config)
@@ -159,20 +157,23 @@ class Trainer:
             while self.state.step < train.steps:
                 line, stopping, save = self.step(stop)
                 step = self.state.step
-                display.update(step, self.state.tokens, line["loss"])
+                loss = "not finite" if line["loss"] is None else f"{line['loss']:.3f}"
+                progress.update(
+                    step, f"step {step:,} of {train.steps:,}, loss {loss}", tokens=self.state.tokens
+                )
                 last = step == train.steps
                 evaluated = last or step % train.evaluate_every == 0
-                best = evaluated and self._evaluate(line, display)
+                best = evaluated and self._evaluate(line, progress)
                 if world.is_first and (evaluated or step % self.options.log_every == 0):
                     self._tell(line, trackers)
                 every = self.options.save_every
                 if save or stopping or best or last or (every and step % every == 0):
                     self.save()
                 if stopping and not last:
-                    self._part(display, stopping)
+                    self._part(progress, stopping)
                     return Outcome(step, stopping)
             if world.is_first:
-                self._finish(display)
+                self._finish(progress)
         return Outcome(self.state.step, None)
 
     def step(self, stop: "Stop") -> tuple[dict[str, Any], int, bool]:
@@ -242,7 +243,7 @@ class Trainer:
         self.saved_step, self._saved_at = state.step, time.monotonic()
         self.state = replace(state, saving_seconds=state.saving_seconds + self._lap())
 
-    def _evaluate(self, line: dict[str, Any], display: Display) -> bool:
+    def _evaluate(self, line: dict[str, Any], progress: Progress) -> bool:
         """Add the evaluation to the line; whether it is the best so far."""
         train = self.config.train
         result = evaluate(
@@ -263,7 +264,7 @@ class Trainer:
             self.state = replace(self.state, best_step=self.state.step, best_loss=result.loss)
         self.state = replace(self.state, evaluating_seconds=self.state.evaluating_seconds + self._lap())
         note = ", the best so far" if best else ""
-        display.say(f"step {self.state.step:,}: validation loss {result.loss:.4f}{note}")
+        progress.say(f"step {self.state.step:,}: validation loss {result.loss:.4f}{note}")
         return best
 
     def _tell(self, line: dict[str, Any], trackers: list[Tracker]) -> None:
@@ -279,35 +280,35 @@ class Trainer:
             for tracker in trackers:
                 tracker.log(line["step"], values)
 
-    def _greet(self, display: Display) -> None:
+    def _greet(self, progress: Progress) -> None:
         state, model = self.state, self.config.model
         names = ", ".join(dict.fromkeys(spec.name for spec in model.mechanism))
-        display.say(
+        progress.say(
             f"{names}: {self.decoder.parameter_count():,} parameters, {self.config.train.steps:,} steps, "
             f"device {self.world.device}, processes {self.world.size}, threads {torch.get_num_threads()}"
         )
         if state.step:
-            display.say(f"going on from step {state.step:,} of {str(self.folder.path)!r}")
+            progress.say(f"going on from step {state.step:,} of {str(self.folder.path)!r}")
             now = (torch.get_num_threads(), self.world.size)
             if now != (state.threads, state.processes):
-                display.say(
+                progress.say(
                     f"it was saved with {state.threads} threads in each of {state.processes} processes: "
                     "the order of additions changes, and with it the last digits"
                 )
 
-    def _part(self, display: Display, number: int) -> None:
-        display.say(
+    def _part(self, progress: Progress, number: int) -> None:
+        progress.say(
             f"stopped by {signal.Signals(number).name} after step {self.state.step:,}, which is saved; "
             f"go on with: headgate train --out {self.folder.path}"
         )
 
-    def _finish(self, display: Display) -> None:
+    def _finish(self, progress: Progress) -> None:
         lines = [line for line in read_metrics(self.folder.path) if "validation" in line]
         last = lines[-1]
         best = next((line for line in lines if line["step"] == self.state.best_step), last)
         told = summarise(self.config, self.decoder, self.state, last, best, self.world)
         files.write_json(self.folder.summary, told)
-        display.say(
+        progress.say(
             f"finished in {duration(self._seconds())}: validation loss {last['validation']['loss']:.4f}, "
             f"{told['tokens_per_second']:,.0f} tokens/s; the run is in {str(self.folder.path)!r}"
         )

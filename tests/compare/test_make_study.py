@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import HANG
 
 from headgate.compare.variants import PAPERS, parse_variants
 from headgate.config import Config, load, override
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is no
 
 def make(*words: str) -> str:
     command = ["make", "-o", ".venv/.ready", f"BIN={Path(sys.executable).parent}", *words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -58,6 +59,7 @@ def test_a_part_of_it_runs(tmp_path: Path) -> None:
         "study-recall",
         f"STUDY={tmp_path}",
         "SEEDS=1",
+        "RECALL=recall:context=256,pairs=8,queries=8,keys=8,values=4,noise=4,sequences=300,joined=true",
         f"SETTINGS={SHORT}",
         "MECHANISMS=near-far",
         "ABLATIONS=",

@@ -6,21 +6,22 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from study_examples import CLAIM, LABEL, SETTINGS, asked, write_recipe
+from waiting import HANG, wait_until
 
 from headgate.compare import results as results_module
+from headgate.compare import study as study_module
 from headgate.compare.results import differences_to, study_results
 from headgate.compare.study import run_study
 from headgate.compare.tables import print_against
 from headgate.compare.variants import PAPERS, Variant, parse_variants, with_ablations
 from headgate.config import Config, MechanismSpec, StudyOptions
 from headgate.errors import HeadgateError
-from headgate.measure.costs import crossover
+from headgate.measure.costs import crossover, step_seconds
 from headgate.report.reading import read_results
 from headgate.train.folder import last_step, read_metrics
 
@@ -159,15 +160,13 @@ def test_interrupted_and_resumed_it_is_the_same(
         stdout=subprocess.DEVNULL,
         text=True,
     )
-    deadline = time.monotonic() + 120
-    while not any(last_step(run) for run in out.glob("runs/*/*")):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: any(last_step(run) for run in out.glob("runs/*/*")), process)
+    process.send_signal(signal.SIGSTOP)  # it starts no further run before it is told to stop
     with pytest.raises(HeadgateError, match="is being compared by another process; wait for it or stop it"):
         run_study(names, data, out, settings, options)
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)
+    process.send_signal(signal.SIGCONT)
+    _, errors = process.communicate(timeout=HANG)
     assert process.returncode == 130, errors
     assert "the same command resumes them" in errors
     assert "Traceback" not in errors
@@ -297,14 +296,19 @@ def test_bad_claims_are_refused_before_anything_is_trained(data: Path, tmp_path:
         assert not out.exists()
 
 
-def test_equal_seconds_give_slower_variants_fewer_steps(data: Path, micro: Config, tmp_path: Path) -> None:
+def test_equal_seconds_give_slower_variants_fewer_steps(
+    data: Path, micro: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = step_seconds([Variant.parse("full"), Variant.parse("sparse-geometric")], micro, 1)
+    assert list(measured) == ["full", "sparse-geometric"]
+    assert min(measured.values()) > 0
+    monkeypatch.setattr(study_module, "step_seconds", lambda *_: {"full": 0.5, "sparse-geometric": 1.6})
     out = tmp_path / "study"
     options = StudyOptions(recipe=str(write_recipe(micro, tmp_path)), seeds=1, cost=False, budget="seconds")
-    assert run_study(["sparse-geometric"], data, out, ["train.steps=40", "train.context=48"], options)
+    assert run_study(["sparse-geometric"], data, out, ["train.steps=16", "train.context=48"], options)
     results = read_results(out)
     steps = {v["label"]: v["steps"] for v in results["variants"]}
-    assert steps["full"] == 40
-    assert 1 <= steps["sparse-geometric"] != 40
+    assert steps == {"full": 16, "sparse-geometric": 5}
     assert results["variants"][1]["runs"][0]["tokens"] == steps["sparse-geometric"] * 4 * 48
     assert "at equal seconds" in results["conditions"]
 
@@ -374,19 +378,13 @@ def test_a_killed_study_takes_its_runs_with_it(data: Path, micro: Config, tmp_pa
     words = ["compare", "local", "--recipe", str(write_recipe(micro, tmp_path)), "--data", str(data)]
     words += ["--out", str(out), "--seeds", "1", "--jobs", "1", "--no-cost", "train.steps=100000"]
     process = subprocess.Popen([sys.executable, "-m", "headgate", *words], stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
     run = out / "runs/full/seed-0"
-    while last_step(run) < 2:
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: last_step(run) >= 2, process)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     if not children.is_file():
         pytest.skip("this system does not tell a process's children; not run")
     (child,) = map(int, children.read_text().split())
     process.kill()
     process.wait()
-    while os.path.exists(f"/proc/{child}"):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: not os.path.exists(f"/proc/{child}"))
     assert list(run.glob("checkpoints/step-*"))  # it saved before it ended

@@ -40,7 +40,7 @@ def served(tokens: torch.Tensor, targets: torch.Tensor) -> list[int]:
 sizes = st.tuples(st.integers(2, 90), st.integers(1, 40), st.integers(1, 30))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=20)
 @given(sizes, st.integers(1, 5), st.integers(1, 7), st.integers(0, 3), st.integers(0, 2))
 def test_every_target_is_served_once_an_epoch_for_any_number_of_ranks(
     size: tuple[int, int, int], batch_size: int, ranks: int, seed: int, epoch: int
@@ -69,7 +69,7 @@ def test_every_target_is_served_once_an_epoch_for_any_number_of_ranks(
         assert len({tuple(loader.state().items()) for loader in loaders}) == 1
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=20)
 @given(
     sizes,
     st.integers(0, 9),
@@ -157,7 +157,7 @@ def test_an_epoch_longer_than_a_block_of_the_order(tmp_path: Path) -> None:
     assert np.array_equal(np.sort(order[10_000:]), np.arange(10_000))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=20)
 @given(sizes)
 def test_document_ids_follow_the_index(size: tuple[int, int, int]) -> None:
     tokens, length, shard_tokens = size

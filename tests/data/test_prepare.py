@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from headgate.data import prepare as preparing
 from headgate.data import shards, workers
 from headgate.data.prepare import Request, prepare
-from headgate.data.progress import Display
 from headgate.data.shards import Manifest, check, open_split, read_manifest
 from headgate.data.splits import Seen, document_key, parse_shares, split_of
 from headgate.data.tokenizers import Tokenizer
@@ -316,25 +315,6 @@ def test_the_command_prepares_and_checks(tmp_path: Path, headgate: Run) -> None:
         code, _, errors = headgate("prepare", "--check", out, *option)
         assert code == 2
         assert f"does not take {option[0]}" in errors
-
-
-def test_the_progress_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    seconds = 0.0
-    monkeypatch.setattr("headgate.data.progress.time.monotonic", lambda: seconds)
-    with Display() as display:
-        # What an earlier call had done counts in the totals, not in the speed.
-        display.update(documents=500, text_bytes=10_000_000, tokens=3_000_000, share=0.1)
-        seconds = 20.0
-        display.update(documents=1000, text_bytes=60_000_000, tokens=9_000_000, share=0.2)
-        assert capsys.readouterr().err == ""  # not more often than every 30 seconds
-        seconds = 40.0
-        display.update(documents=2500, text_bytes=110_000_000, tokens=15_000_000, share=0.3)
-        seconds = 80.0
-        display.update(documents=2500, text_bytes=110_000_000, tokens=15_000_000, share=0.1)
-    assert capsys.readouterr().err.splitlines() == [
-        " 30%  2,500 documents, 2.5 MB/s, 300,000 tokens/s, 0:02:20 left",
-        " 10%  2,500 documents, 1.2 MB/s, 150,000 tokens/s, unknown time left",
-    ]
 
 
 def test_help_needs_none_of_the_heavy_modules() -> None:

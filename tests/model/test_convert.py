@@ -389,7 +389,7 @@ def test_the_command_says_what_the_new_model_starts_as(
     assert second == (
         "dynamic-sparse starts as full attention at the first 65 positions, and changes the model beyond"
     )
-    run(["convert", str(qwen), str(tmp_path / "mixed"), "--mechanism", '["local:window=8", "full"]'])
+    run(["convert", str(qwen), str(tmp_path / "mixed"), "--mechanism", "local:window=8+full"])
     names = [spec.name for spec in headgate.load(tmp_path / "mixed").config.mechanism]
     assert names == ["local", "full"]
 

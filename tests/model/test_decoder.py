@@ -61,9 +61,10 @@ def test_the_paper_recipes_have_the_papers_sizes() -> None:
     assert get_recipe("paper-134m-context-adaptive").train.accumulation * 32 == 512
 
 
-@pytest.mark.parametrize("qk_norm", [True, False])
-@pytest.mark.parametrize("qkv_bias", [True, False])
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("qk_norm", "qkv_bias", "tied"),
+    [(True, False, True), (False, True, False), (True, True, False), (False, False, True)],
+)
 def test_the_decoder_is_the_qwen_formula(qk_norm: bool, qkv_bias: bool, tied: bool) -> None:
     """Against the formula written out for one sequence, token by token and head by head."""
     config = replace(SMALL, qk_norm=qk_norm, qkv_bias=qkv_bias, tied_embeddings=tied)
@@ -143,15 +144,15 @@ def test_the_loss_and_its_gradients_are_those_of_the_logits(length: int) -> None
 
 
 def test_the_loss_of_a_large_vocabulary_fits_in_memory() -> None:
-    """T=8192, V=151,936: logits alone would be 5 GB; loss and backward must fit in 3 GB above the model."""
+    """T=3072, V=151,936: logits alone would be 1.9 GB; loss and backward must fit in 1.2 GB above the
+    model."""
     script = """
 import resource, torch, headgate
 from headgate.config import ModelConfig
-torch.set_num_threads(2)
 sizes = dict(d_model=32, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=16, d_mlp=64)
 config = ModelConfig(vocab_size=151_936, **sizes)
 decoder = headgate.build_model(config, mechanism="local", window=64)
-tokens = torch.randint(151_936, (1, 8192))
+tokens = torch.randint(151_936, (1, 3072))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 loss = decoder(tokens, tokens.roll(1))
 loss.backward()
@@ -159,7 +160,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, loss.item())
 """
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     kilobytes, loss = run.stdout.split()
-    assert int(kilobytes) * 1024 < 3e9
+    assert int(kilobytes) * 1024 < 1.2e9
     assert float(loss) == pytest.approx(11.93, abs=0.3)  # about log(V) before training
 
 
@@ -209,13 +210,13 @@ def test_a_windowed_cache_stays_small_for_ever() -> None:
     cache, full_cache = decoder.new_cache(), full.new_cache()
     sizes = []
     with torch.no_grad():
-        for n in range(300):
+        for n in range(100):
             decoder(some_tokens(1, 1, seed=n), cache=cache)
             full(some_tokens(1, 1, seed=n), cache=full_cache)
             sizes.append(cache.bytes)
     per_token = 2 * 2 * 8 * 4 * 3  # k and v, two heads of 8 in fp32, three layers
     assert max(sizes[20:]) <= 2 * (5 + 2) * per_token
-    assert full_cache.bytes >= 300 * per_token
+    assert full_cache.bytes >= 100 * per_token
 
 
 def test_a_pattern_repeats_over_the_layers() -> None:

@@ -63,7 +63,7 @@ def by_blocks(seen: Tensor) -> tuple[Tensor, Tensor]:
     return blocks.any(-1).any(-2), blocks.all(-1).all(-2)
 
 
-@pytest.mark.parametrize("seeds", [range(first, first + 50) for first in range(0, 300, 50)], ids=str)
+@pytest.mark.parametrize("seeds", [range(first, first + 50) for first in range(0, 150, 50)], ids=str)
 def test_masks_are_exact_pair_by_pair_and_block_by_block(seeds: range) -> None:
     for seed in seeds:
         span = random_span(seed)
@@ -106,7 +106,7 @@ def check(chosen: test_span.Case) -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("seeds", [range(first, first + 10) for first in range(0, 20, 10)], ids=str)
+@pytest.mark.parametrize("seeds", [range(4), range(4, 8)], ids=str)
 def test_outputs_and_every_gradient_are_the_truth(seeds: range) -> None:
     for seed in seeds:
         check(test_span.random_case(seed))

@@ -163,7 +163,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("seeds", [range(first, first + 20) for first in range(0, 180, 20)], ids=str)
+@pytest.mark.parametrize("seeds", [range(first, first + 20) for first in range(0, 80, 20)], ids=str)
 def test_every_path_computes_the_truth_on_random_shapes(seeds: range) -> None:
     backends = ["torch", "reference"] + (["native"] if library.unavailable() is None else [])
     for seed in seeds:
@@ -173,8 +173,9 @@ def test_every_path_computes_the_truth_on_random_shapes(seeds: range) -> None:
             chosen.check(backend, truth)
 
 
-@pytest.mark.parametrize("hidden", HIDDEN)
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(
+    ("width", "hidden"), [(16, 4), (16, 32), (32, 8), (64, 16), (64, 4), (96, 32), (128, 8), (128, 16)]
+)
 def test_the_contract(width: int, hidden: int, fast_backend: str) -> None:
     """1e-4 of the greatest value, for the output and each gradient."""
     for form in FORMS:

@@ -228,7 +228,7 @@ def test_words_and_tables(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     assert "8 x A100" in told
     assert "--recompute" in told
     assert "at your 2 a device and hour" in told
-    cli.run(["plan", "tiny", "--device", "L4", "--table", "--mechanism", "local", "--contexts", "256,512"])
+    cli.run(["plan", "tiny", "--device", "L4", "--table", "--mechanisms", "local", "--contexts", "256,512"])
     told = capsys.readouterr().out
     assert told.count("local") == 2
     assert told.count("full") == 2
@@ -253,7 +253,7 @@ def test_words_and_tables(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
         (["--batch", "0"], "batch=0 is too small"),
         (["--price", "-1"], "price=-1.0 is negative"),
         (["--table", "--contexts", "5,x"], "contexts='5,x' is not whole numbers above 0"),
-        (["--contexts", "5"], "--contexts are the lengths of --table"),
+        (["--contexts", "5"], "--contexts needs --table"),
         (["--mechanism", "fulll"], "did you mean 'full'?"),
     ],
 )

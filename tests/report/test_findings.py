@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from waiting import HANG
+
 ROOT = Path(__file__).parents[2]
 STUDY = ROOT / "studies" / "first"
 TABLES = STUDY / "tables.py"
@@ -12,7 +14,7 @@ TABLES = STUDY / "tables.py"
 
 def check(tables: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(tables), "--check"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG)
 
 
 def test_the_pages_agree_with_their_results() -> None:
@@ -31,7 +33,7 @@ def test_a_figure_changed_by_hand_is_found(tmp_path: Path) -> None:
     found = check(copy)
     assert found.returncode == 1
     assert "tables of findings.md are not what the results say" in found.stderr
-    subprocess.run([sys.executable, str(copy)], check=True, timeout=120)
+    subprocess.run([sys.executable, str(copy)], check=True, timeout=HANG)
     filled = (docs / "findings.md").read_text(encoding="utf-8")
     assert filled.startswith("before\n<!-- table short -->\n\n|  | loss |")
     assert filled.endswith("<!-- end -->\nafter\n")

@@ -8,13 +8,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from small_runs import changed, told
+from waiting import HANG, wait_until
 
 import headgate
 from headgate import config
@@ -52,7 +52,7 @@ def torchrun(processes: int, *command: str | Path, restarts: int = 0) -> "subpro
 
 
 def finish(started: "subprocess.Popen[str]") -> str:
-    out, err = started.communicate(timeout=240)
+    out, err = started.communicate(timeout=HANG)
     assert started.returncode == 0, out + err
     return err
 
@@ -124,47 +124,30 @@ def rewind(run: Path, step: int, copy: Path) -> None:
 def test_a_dead_worker_ends_the_job_and_restarts_bring_it_back(
     micro: Config, data: Path, tmp_path: Path
 ) -> None:
-    long = changed(micro, steps=400, evaluate_every=200)
-    config.save(long, tmp_path / "config.json")
+    config.save(changed(micro, steps=60, evaluate_every=30), tmp_path / "config.json")
     run = tmp_path / "run"
-    arguments = [tmp_path / "config.json", "--data", data, "--out", run, "--save-every", "20"]
-    job = torchrun(2, *arguments)
-    _kill_a_worker(job, run, after=25)
-    _, words = job.communicate(timeout=30)  # far below the 10 minutes that a hang would take
+    script = [Path(__file__).with_name("dying_run.py"), tmp_path / "config.json", data, run, "25"]
+    job = torchrun(2, *script, tmp_path / "first")
+    job.communicate(timeout=HANG / 4)  # half of the 10 minutes for which gloo would wait for the dead
     assert job.returncode != 0
-    saved = checkpoint.saved_steps(RunFolder(run))
-    assert saved
+    assert (tmp_path / "first").exists()
+    assert checkpoint.saved_steps(RunFolder(run)) == [20]
+    assert [line["step"] for line in read_metrics(run)][:20] == list(range(1, 21))
     headgate.load(run)
 
-    job = torchrun(2, *arguments, restarts=1)
-    _kill_a_worker(job, run, after=saved[-1] + 45)
-    words = finish(job)
-    assert words.count("going on from step") == 2
-    assert [line["step"] for line in read_metrics(run)] == list(range(1, 401))
-
-
-def _kill_a_worker(job: "subprocess.Popen[str]", run: Path, *, after: int) -> None:
-    """SIGKILL for the last rank once the metrics have reached a step."""
-    while not (lines := read_metrics(run)) or lines[-1]["step"] < after:
-        assert job.poll() is None, job.communicate()
-        time.sleep(0.05)
-    children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
-    for child in children:
-        if b"RANK=1\0" in Path(f"/proc/{child}/environ").read_bytes().replace(b"LOCAL_RANK", b"L"):
-            os.kill(int(child), signal.SIGKILL)
-            return
-    raise AssertionError(f"no rank 1 among {children}")
+    words = finish(torchrun(2, *script, tmp_path / "second", restarts=1))
+    assert (tmp_path / "second").exists()
+    assert [f"going on from step {step}" in words for step in (20, 40)] == [True, True]
+    assert [line["step"] for line in read_metrics(run)] == list(range(1, 61))
 
 
 def test_a_signal_stops_every_process_at_one_step(micro: Config, data: Path, tmp_path: Path) -> None:
     config.save(changed(micro, steps=100_000, evaluate_every=1000), tmp_path / "config.json")
     run = tmp_path / "run"
     job = torchrun(2, tmp_path / "config.json", "--data", data, "--out", run)
-    while len(read_metrics(run)) < 3:
-        assert job.poll() is None, job.communicate()
-        time.sleep(0.05)
+    wait_until(lambda: len(read_metrics(run)) >= 3, job)
     job.send_signal(signal.SIGTERM)
-    _, words = job.communicate(timeout=60)
+    _, words = job.communicate(timeout=HANG)
     step = read_metrics(run)[-1]["step"]
     assert f"stopped by SIGTERM after step {step:,}, which is saved" in words
     assert checkpoint.saved_steps(RunFolder(run)) == [step]
@@ -174,7 +157,7 @@ def test_a_refusal_of_the_first_process_reaches_all(micro: Config, data: Path, t
     train(changed(micro, steps=1), data, tmp_path / "run")
     config.save(changed(micro, steps=2), tmp_path / "config.json")
     job = torchrun(2, tmp_path / "config.json", "--data", data, "--out", tmp_path / "run")
-    _, words = job.communicate(timeout=60)
+    _, words = job.communicate(timeout=HANG)
     assert job.returncode != 0
     assert "headgate: " in words
     assert "headgate (rank 1): " in words  # nobody waits in vain

@@ -6,7 +6,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from small_runs import changed, told
+from waiting import HANG, wait_until
 
 import headgate
 from headgate import config
@@ -49,11 +49,9 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(
         stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     try:
-        while len(read_metrics(run)) < 3:
-            assert started.poll() is None, started.communicate()
-            time.sleep(0.05)
+        wait_until(lambda: len(read_metrics(run)) >= 3, started)
         started.send_signal(number)
-        _, words = started.communicate(timeout=60)
+        _, words = started.communicate(timeout=HANG)
     finally:
         started.kill()
     assert started.returncode == code

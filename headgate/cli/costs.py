@@ -1,0 +1,115 @@
+"""Commands that tell what things cost: bench measures here and now, plan looks ahead."""
+
+from pathlib import Path
+
+from headgate.config import parse_lengths
+from headgate.errors import HeadgateError
+
+
+def bench(
+    *,
+    lengths: str = "512,1024,2048,4096",
+    mechanisms: tuple[str, ...] | None = None,
+    batch: int = 1,
+    heads: int = 8,
+    kv_heads: int | None = None,
+    head_dim: int = 64,
+    window: int = 256,
+    peers: bool = True,
+    memory: bool = True,
+    seconds: float = 6.0,
+    threads: int | None = None,
+    json: Path | None = None,
+    figure: Path | None = None,
+) -> None:
+    """Measure the time and memory of attention ops and mechanisms against causal SDPA and other packages.
+
+    Args:
+        lengths: Sequence lengths to measure at, separated by commas.
+        mechanisms: Mechanisms or ops to measure, such as local full window_attention; a pattern over the
+            layers is the sum of its parts. Default: all of them.
+        batch: Sequences at once.
+        heads: Query heads.
+        kv_heads: Key and value heads. Default: as many as query heads.
+        head_dim: Width of a head.
+        window: Window of everything that has one.
+        peers: Measure other packages too, where they are installed.
+        memory: Measure peak memory too, each case in a fresh process.
+        seconds: About how long to measure a case at a length, within 3 to 30 rounds.
+        threads: Threads to use. Default: PyTorch's choice.
+        json: Write all figures to this file.
+        figure: Draw time against length into this .html, .png or .svg file.
+    """
+    import torch
+
+    from headgate.measure.bench import bench
+    from headgate.measure.speed import Shape
+
+    if threads is not None:
+        if threads < 1:
+            raise HeadgateError(f"threads={threads} is too small; it must be at least 1")
+        torch.set_num_threads(threads)
+    bench(
+        Shape(batch, heads, heads if kv_heads is None else kv_heads, head_dim, window),
+        lengths=parse_lengths(lengths),
+        names=mechanisms,
+        peers=peers,
+        memory=memory,
+        seconds=seconds,
+        json_path=json,
+        figure_path=figure,
+    )
+
+
+def plan(
+    recipe: str,
+    /,
+    *,
+    mechanism: str | None = None,
+    context: int | None = None,
+    batch: int | None = None,
+    device: str = "cpu",
+    count: int = 1,
+    price: float | None = None,
+    table: bool = False,
+    mechanisms: tuple[str, ...] = (),
+    contexts: str = "",
+    threads: int | None = None,
+    json: bool = False,
+    override: tuple[str, ...] = (),
+) -> None:
+    """Predict what a training run will take: work, memory by part, what fits a device, time and cost.
+
+    Args:
+        recipe: A recipe such as paper-134m, or a config.json.
+        mechanism: The mechanism of the layers, such as dynamic-sparse or local+full. Default: the recipe's.
+        context: Tokens of a sequence. Default: the recipe's. The number of steps is adjusted so that the run
+            sees as many tokens.
+        batch: Sequences of a pass over all devices. Default: the recipe's.
+        device: A100, H100, 'RTX 4090', L4, or cpu for this machine, which is measured now.
+        count: Number of devices.
+        price: Price of one device for an hour, in your currency.
+        table: Compare several mechanisms over several context lengths.
+        mechanisms: The mechanisms of the table. Default: full attention and the four papers'.
+        contexts: The context lengths of the table, as in 2048,8192. Default: 1, 4 and 16 times the recipe's.
+        threads: CPU threads. Default: PyTorch's choice.
+        json: Print JSON instead of tables.
+        override: Change a setting of the recipe, as in train.steps=100; can also be given as a bare word.
+    """
+    from headgate.plan.tables import plan_words
+
+    plan_words(
+        recipe,
+        override,
+        mechanism=mechanism,
+        context=context,
+        batch=batch,
+        device=device,
+        count=count,
+        price=price,
+        table=table,
+        mechanisms=mechanisms,
+        contexts=parse_lengths(contexts, "contexts"),
+        threads=threads,
+        as_json=json,
+    )

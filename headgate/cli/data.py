@@ -1,0 +1,71 @@
+"""`headgate prepare`: from text to token shards."""
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+from headgate.errors import HeadgateError
+
+
+def prepare(
+    source: str | None = None,
+    out: str | None = None,
+    /,
+    *,
+    tokenizer: str = "bpe:4096",
+    text_column: str = "text",
+    splits: str = "80/10/10",
+    dedup: bool = False,
+    max_tokens: int | None = None,
+    end_of_text: str | None = None,
+    workers: int | None = None,
+    check: str | None = None,
+) -> None:
+    """Turn text into token shards, or verify the shards of a folder with --check.
+
+    Args:
+        source: 'stdlib', a file, a folder, a glob, an address such as hf://datasets/HuggingFaceFW/fineweb, or
+            'recall' for the associative recall task; recall:context=1024,pairs=32 sets its sizes.
+        out: The folder to write. Run the same command again to continue an interrupted prepare.
+        tokenizer: 'byte', 'bpe:N', a tokenizer.json, a folder that holds one, or a name on the hub.
+        text_column: The column or key that holds the text in parquet and JSON files.
+        splits: Shares of train, val and test.
+        dedup: Drop texts that occurred before.
+        max_tokens: Stop after the document that reaches this many tokens. Default: read the whole source.
+        end_of_text: The token that closes each document. Default: the tokenizer's own.
+        workers: Threads that tokenise. Default: one for each core.
+        check: Verify every checksum and index of this folder; nothing is written.
+    """
+    from headgate.data import prepare as data
+    from headgate.data.recall import parse as parse_recall
+    from headgate.data.recall import prepare_recall
+    from headgate.data.shards import check as verify
+    from headgate.data.splits import parse_shares
+    from headgate.data.tables import print_checked, print_summary
+
+    for_text = {"tokenizer": tokenizer, "text_column": text_column, "dedup": dedup, "max_tokens": max_tokens}
+    for_text |= {"end_of_text": end_of_text, "workers": workers}
+    if check is not None:
+        if source is not None:
+            raise HeadgateError(f"--check {check} takes no source, but {source!r} was given; leave it out")
+        _refuse_given(f"--check {check}", for_text | {"splits": splits})
+        print_checked(verify(check), check)
+    elif source is None or out is None:
+        raise HeadgateError("prepare needs a source and a folder to write: headgate prepare SOURCE OUT")
+    else:
+        shares, recall = parse_shares(splits), parse_recall(source)
+        if recall is not None:
+            _refuse_given(f"source {source!r}", for_text)
+            print_summary(prepare_recall(recall, source, shares, Path(out)), out)
+            return
+        request = data.Request(source, tokenizer, text_column, shares, dedup, max_tokens, end_of_text)
+        print_summary(data.prepare(request, out, workers=workers), out)
+
+
+def _refuse_given(what: str, options: dict[str, Any]) -> None:
+    """Raise if one of these options of prepare is given where it would have no effect."""
+    parameters = inspect.signature(prepare).parameters
+    for name, value in options.items():
+        if value != parameters[name].default:
+            flag = f"--{name.replace('_', '-')}"
+            raise HeadgateError(f"{what} does not take {flag}, but {value!r} was given; leave it out")

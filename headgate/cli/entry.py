@@ -1,0 +1,116 @@
+"""From the words of the command line to a command: the overview, settings among the words, exit codes."""
+
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+
+from headgate.cli.catalogue import mechanisms
+from headgate.cli.costs import bench, plan
+from headgate.cli.data import prepare
+from headgate.cli.runs import convert, evaluate, generate, train
+from headgate.cli.studies import ablate, compare, report
+from headgate.errors import HeadgateError, suggestion
+from headgate.registry import use_file
+from headgate.version import __version__
+
+SETTING = re.compile(r"[a-z_]+(\.[a-z_]+)*=")
+"""A word such as train.steps=100; it may stand anywhere after the command."""
+FILE_OPTION = "--mechanism-file"
+COMMANDS: dict[str, Callable[..., None]] = {
+    "mechanisms": mechanisms,
+    "prepare": prepare,
+    "train": train,
+    "evaluate": evaluate,
+    "generate": generate,
+    "convert": convert,
+    "compare": compare,
+    "ablate": ablate,
+    "report": report,
+    "bench": bench,
+    "plan": plan,
+}
+
+
+def overview() -> str:
+    """What `headgate --help` prints, made from the commands' docstrings without importing a parser."""
+    width = max(map(len, COMMANDS))
+    lines = [
+        "usage: headgate COMMAND [OPTIONS]",
+        "",
+        "Does this attention mechanism beat plain attention, by how much, at what cost?",
+        "",
+        "commands:",
+        *(
+            f"  {name:<{width}}  {(inspect.getdoc(run) or '').splitlines()[0]}"
+            for name, run in COMMANDS.items()
+        ),
+        "",
+        "A mechanism is written the same everywhere:",
+        "  local                   by name",
+        "  local:window=64         with options, separated by commas",
+        "  dynamic-sparse:no-gate  one of its ablations; options may follow",
+        "  local+local+full        a pattern that repeats over the layers",
+        "  ./mine.py:mine          from a Python file that is not installed",
+        "",
+        "headgate COMMAND --help lists the options of a command. Every command also takes",
+        f"{FILE_OPTION} FILE, which loads the file of a mechanism that a saved run uses.",
+    ]
+    return "\n".join(lines)
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Run one command, given as the words after `headgate`."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(overview())
+        return
+    if arguments[0] == "--version":
+        print(f"headgate {__version__}")
+        return
+    name, *words = arguments
+    if name not in COMMANDS:
+        raise HeadgateError(f"unknown command {name!r}; {suggestion(name, COMMANDS)}")
+    words = _use_files(words)
+    if "override" in inspect.signature(COMMANDS[name]).parameters:
+        words = _settings_last(words)
+    import tyro
+
+    tyro.cli(COMMANDS[name], prog=f"headgate {name}", args=words, config=(tyro.conf.OmitArgPrefixes,))
+
+
+def _use_files(words: Sequence[str]) -> list[str]:
+    """Load the files given with --mechanism-file; the words without them."""
+    rest, ahead = [], iter(words)
+    for word in ahead:
+        option, equals, path = word.partition("=")
+        if option != FILE_OPTION:
+            rest.append(word)
+            continue
+        path = path if equals else next(ahead, "")
+        if not path:
+            raise HeadgateError(f"{FILE_OPTION} names no file; write {FILE_OPTION} FILE.py")
+        use_file(path)
+    return rest
+
+
+def _settings_last(words: Sequence[str]) -> list[str]:
+    """The words with the settings among them moved behind one --override, which takes any number."""
+    settings = [word for word in words if SETTING.match(word)]
+    rest = [word for word in words if word != "--override" and not SETTING.match(word)]
+    return [*rest, "--override", *settings] if settings else rest
+
+
+def main() -> None:
+    """The entry point: errors become one sentence and exit code 2."""
+    try:
+        run(sys.argv[1:])
+    except HeadgateError as error:
+        rank = os.environ.get("RANK", "0")  # under torchrun every process usually meets the same error
+        print(f"headgate{'' if rank == '0' else f' (rank {rank})'}: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("headgate: interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader has left, as `| head` does; nothing is wrong here

@@ -1,0 +1,165 @@
+"""Commands for one run: train, evaluate, generate and convert."""
+
+import sys
+from typing import Any, Literal
+
+from headgate.config import RunOptions
+
+
+def train(
+    recipe: str | None = None,
+    /,
+    *,
+    out: str,
+    data: str | None = None,
+    mechanism: str | None = None,
+    init: str | None = None,
+    override: tuple[str, ...] = (),
+    options: RunOptions = RunOptions(),  # noqa: B008 - frozen
+) -> None:
+    """Train a recipe with a mechanism on prepared shards, or resume the run in a folder.
+
+    Args:
+        recipe: A recipe such as 'tiny', or a config.json. Not needed to resume a run.
+        out: The run folder.
+        data: A folder written by `headgate prepare`. Not needed to resume a run.
+        mechanism: The mechanism of the layers, such as dynamic-sparse:window=64 or local+full.
+        init: Start from the weights in this folder, such as one written by `headgate convert`; the model is
+            then the folder's. A resumed run need not repeat it.
+        override: Change a setting, as in train.steps=100; can also be given as a bare word.
+    """
+    from headgate.train.start import start
+
+    stopped_by = start(recipe, override, out=out, data=data, mechanism=mechanism, init=init, options=options)
+    if stopped_by:
+        sys.exit(128 + stopped_by)
+
+
+def evaluate(
+    run: str,
+    /,
+    *,
+    split: str = "val",
+    tokens: int | None = None,
+    checkpoint: str = "last",
+    data: str | None = None,
+    context: int | None = None,
+    device: str | None = None,
+    skip_below: tuple[float, ...] = (),
+    json: bool = False,
+) -> None:
+    """Evaluate a run on a split: loss, perplexity, bits per byte, loss by position, gates.
+
+    Args:
+        run: The run folder; with --data and --context also any folder or file that holds a model.
+        split: val, test or train.
+        tokens: Use only this many tokens from the beginning of the split. Default: all.
+        checkpoint: last, best, or a step.
+        data: The folder that holds the run's data now. Default: where it was in training.
+        context: Tokens of a sequence. Default: as in training.
+        device: A device such as cpu or cuda. Default: the GPU if there is one.
+        skip_below: Gate thresholds to try: how much each skips in decoding, the time saved, the loss added.
+        json: Print one JSON object instead of tables.
+    """
+    from headgate.train.evaluate import evaluate_run
+    from headgate.train.tables import print_evaluation
+
+    skipped = []
+    chosen: dict[str, Any] = {"split": split, "tokens": tokens, "which": checkpoint}
+    chosen |= {"data": data, "context": context, "device": device}
+    if skip_below:
+        from headgate.measure.skipping import gate_skipping, print_skipping
+
+        skipped = gate_skipping(run, skip_below, **chosen)
+    result = evaluate_run(run, **chosen)
+    if skipped:
+        result["skipping"] = [threshold.to_dict() for threshold in skipped]
+    print_evaluation(result, as_json=json)
+    if skipped and not json:
+        print_skipping(skipped)
+
+
+def generate(
+    run: str,
+    /,
+    *,
+    prompt: str,
+    max_new_tokens: int = 200,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    seed: int = 0,
+    skip_below: float | None = None,
+    checkpoint: str = "last",
+    tokenizer: str | None = None,
+    end_of_text: str | None = None,
+    device: str | None = None,
+) -> None:
+    """Continue a prompt with a trained model; the text is printed as it is generated.
+
+    Args:
+        run: A run folder, a checkpoint folder or a model file.
+        prompt: The text to continue; - reads it from standard input.
+        max_new_tokens: Stop after this many tokens if the text has not ended before.
+        temperature: Below 1 favours likely tokens; 0 always takes the likeliest.
+        top_k: Sample from the k likeliest tokens only.
+        top_p: Sample from the likeliest tokens that together have this probability.
+        min_p: Sample from tokens whose probability is at least this share of the likeliest token's.
+        repetition_penalty: Above 1 makes tokens that have occurred less likely.
+        seed: Seed of the random numbers; the same seed gives the same text.
+        skip_below: Skip the computation behind gates below this value.
+        checkpoint: For a run folder: last, best, or a step.
+        tokenizer: A tokenizer.json, or a folder that holds one. Default: the run's own.
+        end_of_text: The token that ends a text. Default: the tokenizer's own.
+        device: A device such as cpu or cuda. Default: the GPU if there is one.
+    """
+    from headgate.cli.prompt import open_model, read_prompt, write
+    from headgate.train.distributed import join
+
+    with join(device) as world:
+        decoder, words = open_model(run, which=checkpoint, tokenizer=tokenizer, end_of_text=end_of_text)
+        summary = write(
+            decoder.to(world.device),
+            words,
+            read_prompt(prompt),
+            max_new_tokens,
+            say=lambda text: print(text, end="", flush=True),
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
+            skip_below=skip_below,
+        )
+    print()
+    print(summary, file=sys.stderr)
+
+
+def convert(
+    source: str,
+    out: str,
+    /,
+    *,
+    to: Literal["headgate", "qwen"] = "headgate",
+    mechanism: str | None = None,
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None,
+) -> None:
+    """Convert a Hugging Face Qwen2, Qwen2.5 or Qwen3 to headgate or back, or change a model's attention.
+
+    Args:
+        source: A Hugging Face folder, a run folder, a checkpoint, or a .safetensors file of headgate.
+        out: The folder to write; it must be new or empty.
+        to: headgate, which transformers also reads once headgate.model.hf is imported, or plain qwen.
+        mechanism: The new mechanism of the layers, such as dynamic-sparse:window=512 or local+full. It starts
+            as full attention where it can.
+        dtype: Type of the weights. Default: as in the source.
+    """
+    from headgate.model.convert import convert
+
+    done = convert(source, out, to=to, mechanism=mechanism, dtype=dtype)
+    print(f"{done.source} -> {done.form}: {done.parameters:,} parameters in {done.dtype}, in {out!r}")
+    for change in done.changes:
+        print(change)

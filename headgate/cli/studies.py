@@ -1,0 +1,93 @@
+"""Commands for a whole comparison: compare, ablate and report."""
+
+import sys
+
+from headgate.config import StudyOptions
+
+
+def compare(
+    names: tuple[str, ...] = (),
+    /,
+    *,
+    data: str,
+    out: str,
+    override: tuple[str, ...] = (),
+    options: StudyOptions = StudyOptions(),  # noqa: B008 - frozen
+) -> None:
+    """Train mechanisms under equal conditions over several seeds, measure their cost, and write a report.
+
+    Args:
+        names: Mechanisms, such as dynamic-sparse, sparse-geometric:gate=log, local+full or ./mine.py:mine; a
+            label of your own may follow an @. Default: the four papers' mechanisms. The baseline, full
+            attention, is always added.
+        data: A folder written by `headgate prepare`.
+        out: The study folder. Run the same command again to resume; more names or seeds extend the study.
+        override: Change a setting of the recipe, as in train.steps=100; can also be given as a bare word.
+    """
+    from headgate.compare.study import run_study
+
+    _show_study(out, complete=run_study(names, data, out, override, options))
+
+
+def ablate(
+    name: str,
+    /,
+    *,
+    data: str,
+    out: str,
+    override: tuple[str, ...] = (),
+    options: StudyOptions = StudyOptions(),  # noqa: B008 - frozen
+) -> None:
+    """Compare a mechanism with each of its ablations and the baseline, as `headgate compare` does.
+
+    Args:
+        name: The mechanism; its options, if any, go to every ablation too.
+        data: A folder written by `headgate prepare`.
+        out: The study folder. Run the same command again to resume.
+        override: Change a setting of the recipe, as in train.steps=100; can also be given as a bare word.
+    """
+    from headgate.compare.study import run_study
+    from headgate.compare.variants import with_ablations
+
+    _show_study(out, complete=run_study(with_ablations(name), data, out, override, options))
+
+
+def report(folder: str, /, *, against: str | None = None, publish: str | None = None) -> None:
+    """Rewrite a study's results.json, results.md and report.html from what its folder holds.
+
+    Args:
+        folder: The study folder, or one written by --publish: its page is then made from its results.json.
+        against: The label of a variant; also print a table that compares every other variant with it.
+        publish: Also write files small enough to commit to this folder: the results without each run's
+            course, and the page's figures as SVG.
+    """
+    from headgate.compare.folder import StudyFolder
+    from headgate.compare.results import write_results
+
+    if StudyFolder(folder).begun:
+        write_results(folder)
+    _show_study(folder, against=against)
+    if publish is not None:
+        from headgate.report.publish import publish_study
+
+        written = publish_study(folder, publish)
+        print(f"{len(written)} files are in {publish}")
+
+
+def _show_study(folder: str, *, complete: bool = True, against: str | None = None) -> None:
+    """Make the page of a study's results and print them; exit with 1 if a run failed."""
+    from headgate.compare.results import differences_to
+    from headgate.compare.tables import print_against, print_results
+    from headgate.report.page import write_page
+    from headgate.report.reading import read_results
+
+    results = read_results(folder)
+    differences = None if against is None else differences_to(against, results)
+    page = write_page(folder)
+    print_results(results)
+    if against is not None and differences is not None:
+        print()
+        print_against(against, differences)
+    print(f"\nthe page is {page}; results.json and results.md beside it have the numbers")
+    if not complete:
+        sys.exit(1)
