@@ -72,17 +72,17 @@ class Candidate(NearFar):
 
 
 @dataclass(frozen=True)
-class SinksOptions(NearFarOptions):
+class FirstTokensOptions(NearFarOptions):
     tokens: int = 4
     """First tokens of the sequence that every token sees beside its window."""
 
 
-@register("sinks")
-class Sinks(NearFar):
+@register("first-tokens")
+class FirstTokens(NearFar):
     """A head gate over a window and the first tokens."""
 
-    Options = SinksOptions
-    options: SinksOptions
+    Options = FirstTokensOptions
+    options: FirstTokensOptions
 
     @property
     def pinned_keys(self) -> int:
@@ -136,8 +136,8 @@ NAMES = [
     "candidate:smear=half",
     "candidate:smear=split,opening=0.5",
     "candidate:channels=true,opening=0.5",
-    "sinks",
-    "sinks:opening=0.5",
+    "first-tokens",
+    "first-tokens:opening=0.5",
     "pair-window",
     "pair-window:start=0.05",
 ]

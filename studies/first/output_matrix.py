@@ -23,7 +23,7 @@ from headgate.machine import keep_memory
 from headgate.mechanisms.contract import initialise_parameter
 from headgate.model.decoder import Decoder
 from headgate.train.loop import train
-from headgate.train.optim import make_optimizer
+from headgate.train.optim import Optimizer, make_optimizer
 
 RECIPE = Path(__file__).with_name("recipe.json")
 CASES = [(1.0, 1.0), (0.05, 1.0), (1.0, 0.05), (0.05, 0.05)]
@@ -38,14 +38,17 @@ def held_back(start: float, rate: float) -> Iterator[None]:
         if "o_proj" in name:
             parameter.mul_(start)
 
-    def make(decoder: Decoder, settings: TrainConfig) -> torch.optim.AdamW:
+    def make(decoder: Decoder, settings: TrainConfig) -> Optimizer:
         optimizer = make_optimizer(decoder, settings)
         held = {id(p) for name, p in decoder.named_parameters() if "o_proj" in name}
-        for group in list(optimizer.param_groups):
-            mine = [p for p in group["params"] if id(p) in held]
-            if mine:
-                group["params"] = [p for p in group["params"] if id(p) not in held]
-                optimizer.param_groups.append({**group, "params": mine, "scale": rate * group["scale"]})
+        for inner in optimizer.inner:
+            for group in list(inner.param_groups):
+                mine = [p for p in group["params"] if id(p) in held]
+                if mine:
+                    group["params"] = [p for p in group["params"] if id(p) not in held]
+                    inner.param_groups.append({**group, "params": mine, "scale": rate * group["scale"]})
+        scales = [g["scale"] for g in optimizer.param_groups for p in g["params"] if id(p) in held]
+        assert scales == [rate] * len(held), scales
         return optimizer
 
     with (
