@@ -1,4 +1,4 @@
-"""forgetting: a gate per token by which all that came before fades (Forgetting Transformer, arXiv 2503.02130).
+"""forgetting: a gate per token by which what came before fades (Forgetting Transformer, arXiv 2503.02130).
 
     f_l^h = sigmoid(w_f^h . x_l + b_f^h)
     logit_ij^h = q_i . k_j / sqrt(D) + sum over l = j+1..i of log f_l^h
@@ -50,7 +50,7 @@ class Forgetting(Mechanism):
             super().initialise(name, parameter, generator)
 
     def prepare(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> tuple[Tensor, ...]:
-        """Beside the keys, c (B,H,Tq) in fp32 at least; it is summed in fp64, so that chunks change nothing."""
+        """Beside the keys, c (B,H,Tq) in fp32 at least; summed in fp64, so that chunks change nothing."""
         with torch.autocast(x.device.type, enabled=False):
             log_f = F.logsigmoid(self.forget(x.to(self.forget.weight.dtype))).transpose(1, 2)
         self.observe("gate", log_f.exp().transpose(1, 2))
