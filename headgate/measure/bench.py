@@ -101,9 +101,9 @@ def bench_steps(
         f"T={max(lengths)}, H=8 D=64, forward+backward, as a share of a matrix product's speed",
         highlight=False,
     )
-    console.print(steps.table_of(rows))
+    console.print(steps.steps_table(rows))
     if json_path is not None:
-        answer = {"headgate": __version__, "rows": steps.to_json(rows)}
+        answer = {"headgate": __version__, "rows": steps.steps_json(rows)}
         write_text(json_path, json.dumps(answer, indent=1) + "\n")
 
 

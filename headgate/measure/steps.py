@@ -78,7 +78,7 @@ def measure_steps(
     return list(rows.values())
 
 
-def table_of(rows: Sequence[Row]) -> Table:
+def steps_table(rows: Sequence[Row]) -> Table:
     first = rows[0]
     table = Table(title="time and memory relative to full (quartiles)", box=None, pad_edge=False)
     table.title_justify = "left"
@@ -94,5 +94,5 @@ def table_of(rows: Sequence[Row]) -> Table:
     return table
 
 
-def to_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def steps_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return [asdict(row) for row in rows]
