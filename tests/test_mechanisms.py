@@ -617,6 +617,7 @@ def test_every_mechanism_stands_on_a_shelf() -> None:
         "second shelf": [
             "differential",
             "exclusive",
+            "forgetting",
             "gated",
             "gated-delta",
             "moba",

@@ -141,6 +141,12 @@ def nsa(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return gates[0] * compressed + gates[1] * selected + gates[2] * window
 
 
+def forgetting(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    naive = fla("ops/forgetting_attn/naive.py")
+    log_f = torch.log(torch.sigmoid(x @ m.forget.weight.T + m.forget.bias))
+    return naive.naive_forgetting_attn(*(t.transpose(1, 2) for t in (q, k, v)), log_f).transpose(1, 2)
+
+
 def gated_delta(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The recurrence by fla-core, what stands around it by hand."""
     naive = fla("ops/gated_delta_rule/naive.py")
@@ -165,6 +171,7 @@ TRUTHS: dict[str, tuple[Truth, dict[str, Any]]] = {
     "gated": (gated, {}),
     "sinks": (sinks, {}),
     "exclusive": (exclusive, {}),
+    "forgetting": (forgetting, {}),
     "shifted": (shifted, {}),
     "differential": (differential, {}),
     "moba": (moba, {"block": 8, "top_k": 3}),

@@ -161,6 +161,7 @@ REACH = {
     "shifted:mode=offset": 0,
     "differential": 0,
     "exclusive": 0,
+    "forgetting": 0,
     "gated-delta": 0,
     "nsa": 0,
 }

@@ -1,0 +1,67 @@
+"""forgetting: a gate per token by which what came before fades (Forgetting Transformer, arXiv 2503.02130).
+
+    f_l^h = sigmoid(w_f^h . x_l + b_f^h)
+    logit_ij^h = q_i . k_j / sqrt(D) + sum over l = j+1..i of log f_l^h
+
+A query's own running sum is the same for all its keys, so this is a bias per key: -c_j, c the running sum of
+log f. Nothing is rotated, as published: how far a key is shows in how far it has faded. A retrofit starts
+changed: a gate as open as a gate can be and still learn fades over thousands of tokens all the same.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headgate import ops
+from headgate.mechanisms.contract import Heads, Mechanism, MechanismOptions, Past, register
+
+SHORTEST, LONGEST = 16.0, 4096.0
+"""Time constants 1 / (1 - f) of the first and the last head, with start=spread."""
+
+
+@dataclass(frozen=True)
+class ForgettingOptions(MechanismOptions):
+    positions: Literal["rope", "none"] = "none"
+    """Whether queries and keys are rotated by their positions."""
+    start: Literal["paper", "spread"] = "paper"
+    """Where the bias starts: at 0, so that f is 1/2; or so that the heads remember 16 to 4,096 tokens."""
+
+
+@register("forgetting")
+class Forgetting(Mechanism):
+    Options = ForgettingOptions
+    options: ForgettingOptions
+    shelf = "second shelf"
+    ablations = {"rope": {"positions": "rope"}, "spread-start": {"start": "spread"}}
+
+    def __init__(self, heads: Heads, options: ForgettingOptions) -> None:
+        super().__init__(heads, options)
+        self.forget = nn.Linear(heads.d_model, heads.n_heads)
+
+    def initialise(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
+        if name == "forget.bias" and self.options.start == "spread":
+            exponents = torch.linspace(math.log(SHORTEST), math.log(LONGEST), len(parameter))
+            parameter.copy_(torch.log(exponents.exp() - 1))  # sigmoid(b) = 1 - 1 / constant
+        else:
+            super().initialise(name, parameter, generator)
+
+    def prepare(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> tuple[Tensor, ...]:
+        """Beside the keys, c (B,H,Tq) in fp32 at least; summed in fp64, so that chunks change nothing."""
+        with torch.autocast(x.device.type, enabled=False):
+            log_f = F.logsigmoid(self.forget(x.to(self.forget.weight.dtype))).transpose(1, 2)
+        self.observe("gate", log_f.exp().transpose(1, 2))
+        before = past.carried("sum")
+        running = log_f.double().cumsum(2)
+        running = running if before is None else running + before
+        past.carry("sum", running[:, :, -1:])
+        return *super().prepare(x, q, k, v, past), running.to(log_f.dtype)
+
+    def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past, running: Tensor) -> Tensor:
+        dtype = q.dtype
+        if torch.is_grad_enabled():  # what half precision loses would add up in the running sum's gradient
+            q, k, v = (t.to(running.dtype) for t in (q, k, v))
+        return ops.biased_attention(q, k, v, -running, past.span()).to(dtype)
