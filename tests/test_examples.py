@@ -1,15 +1,19 @@
 """The files in examples/ do what they say."""
 
 import importlib.util
+import json
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from study_examples import write_recipe
 
 import headgate
 from headgate import ops
+from headgate.config import Config
 from headgate.mechanisms import MECHANISMS
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -60,6 +64,20 @@ def test_a_mechanism_of_your_own_trains_and_decodes() -> None:
         assert decoder.layers[0].attention.mechanism.weight.grad.abs().max() > 0
     finally:
         MECHANISMS.unregister("surprise")
+
+
+def test_it_is_compared_by_its_file(data: Path, micro: Config, tmp_path: Path) -> None:
+    words = ["compare", f"{EXAMPLES / 'own_mechanism.py'}:surprise", "--out", str(tmp_path / "study")]
+    words += ["--recipe", str(write_recipe(micro, tmp_path)), "--data", str(data), "--seeds", "1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "headgate", *words, "--jobs", "1", "--no-cost", "train.steps=2"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "study/results.json").read_text())
+    assert [v["runs"][0]["state"] for v in results["variants"]] == ["finished", "finished"]
+    assert "surprise" in results["variants"][1]["label"]
 
 
 def test_the_ops_by_themselves(capsys: pytest.CaptureFixture[str]) -> None:
