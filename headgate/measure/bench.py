@@ -15,7 +15,7 @@ from rich.text import Text
 
 from headgate.config import require_at_least
 from headgate.errors import HeadgateError
-from headgate.files import write_text
+from headgate.files import kind, write_text
 from headgate.machine import keep_memory, processor
 from headgate.measure import steps
 from headgate.measure.speed import (
@@ -45,12 +45,16 @@ def bench(
     require_at_least(shape, 1, "batch", "n_heads", "n_kv_heads", "head_dim", "window")
     if not lengths:
         raise HeadgateError("there is no length to measure at; give some, such as 1024,4096")
+    if not 0 < seconds < float("inf"):
+        raise HeadgateError(f"seconds={seconds} is no time to measure; give some above 0")
     if figure_path is not None and figure_path.suffix not in (".html", ".png", ".svg"):
         raise HeadgateError(
             f"--figure {str(figure_path)!r} ends in none of .html, .png and .svg; choose one of them"
         )
     for path in (json_path, figure_path):
         check_folder(path)
+        if path is not None and kind(path) not in ("", "missing"):
+            raise HeadgateError(f"{str(path)!r} is {kind(path)}; expected a file to write")
     keep_memory()
     console = table_console(width=max(120, 60 + 20 * len(lengths)))
     cases = select_cases(shape, None if names is None else list(names))
@@ -89,7 +93,7 @@ def bench_steps(
     with console.status("preparing") as status:
         rows = steps.measure_steps(
             names,
-            recipe="study",
+            recipe="tiny",
             lengths=lengths,
             decoded_after=decoded_after,
             memory=memory and sys.platform.startswith("linux"),
@@ -97,7 +101,7 @@ def bench_steps(
             progress=status.update,
         )
     console.print(
-        f"{processor()}, {torch.get_num_threads()} threads, recipe study, fp32; sgemm: attention alone at "
+        f"{processor()}, {torch.get_num_threads()} threads, recipe tiny, fp32; sgemm: attention alone at "
         f"T={max(lengths)}, H=8 D=64, forward+backward, as a share of a matrix product's speed",
         highlight=False,
     )
