@@ -30,7 +30,7 @@ def bench(
         lengths: Sequence lengths to measure at, separated by commas.
         mechanisms: Mechanisms or ops to measure, such as local full window_attention; a pattern over the
             layers is the sum of its parts. Default: all of them.
-        steps: Measure mechanisms in whole training steps and in decoding, recipe study, against full.
+        steps: Measure mechanisms in whole training steps and in decoding, recipe tiny, against full.
         decoded_after: With --steps: the contexts after which tokens are decoded, separated by commas.
         batch: Sequences at once.
         heads: Query heads.

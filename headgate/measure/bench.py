@@ -91,7 +91,7 @@ def bench_steps(
     with console.status("preparing") as status:
         rows = steps.measure_steps(
             names,
-            recipe="study",
+            recipe="tiny",
             lengths=lengths,
             decoded_after=decoded_after,
             memory=memory and sys.platform.startswith("linux"),
@@ -99,7 +99,7 @@ def bench_steps(
             progress=status.update,
         )
     console.print(
-        f"{processor()}, {torch.get_num_threads()} threads, recipe study, fp32; sgemm: attention alone at "
+        f"{processor()}, {torch.get_num_threads()} threads, recipe tiny, fp32; sgemm: attention alone at "
         f"T={max(lengths)}, H=8 D=64, forward+backward, as a share of a matrix product's speed",
         highlight=False,
     )

@@ -46,7 +46,7 @@ def measure_steps(
 ) -> list[Row]:
     """About `seconds` for every mechanism at every length; one sequence a step, as the recipe has it."""
     keep_memory()
-    base = override(get_recipe(recipe), ["train.batch_size=1"])
+    base = override(get_recipe(recipe), ["train.batch_size=1", "model.shared_options={}"])
     chosen = list(dict.fromkeys([BASELINE, *(MECHANISMS.names() if names is None else names)]))
     variants = {name: Variant.parse(name) for name in chosen}
     rows = {name: Row(name) for name in chosen}
