@@ -6,20 +6,23 @@ names the closest one, so that no misspelt setting is ever silently ignored.
 
 import dataclasses
 import json
+import math
 import os
 import re
+import sys
 import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
+from headgate import files
 from headgate.errors import HeadgateError, suggestion
-from headgate.files import write_json
 from headgate.registry import MECHANISMS
 
 T = TypeVar("T")
+MOST_LAYERS, MOST_WIDTH = 10_000, 1 << 24
+"""Far beyond any model; what is larger is a slip, and would be noticed only after a long wait."""
 WRITTEN_MECHANISM = re.compile(r"(?:(.+?\.py):)?([^:]*)(?::(.*))?", re.DOTALL)
 
 
@@ -164,6 +167,14 @@ class ModelConfig:
             self, 1, "vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_mlp"
         )
         check_heads(self.n_heads, self.n_kv_heads)
+        for name, value, most in (
+            ("n_layers", self.n_layers, MOST_LAYERS),
+            ("vocab_size", self.vocab_size, 1 << 31),
+            *((name, getattr(self, name), MOST_WIDTH) for name in ("d_model", "d_mlp")),
+            ("n_heads * head_dim", self.n_heads * self.head_dim, MOST_WIDTH),
+        ):
+            if value > most:
+                raise HeadgateError(f"{name}={value} is too large; expected at most {most}")
         if self.head_dim % 2:
             raise HeadgateError(
                 f"head_dim={self.head_dim} is odd; RoPE turns pairs of dimensions, so choose an even one"
@@ -247,8 +258,8 @@ class TrainConfig:
         )
         require_at_least(self, 0, "warmup_steps", "weight_decay", "final_learning_rate")
         for name in ("learning_rate", "eps", "clip"):
-            if not getattr(self, name) > 0:
-                raise HeadgateError(f"{name}={getattr(self, name)} must be above 0")
+            if not 0 < getattr(self, name) < math.inf:
+                raise HeadgateError(f"{name}={getattr(self, name)} must be above 0, and finite")
         require_at_least(self, 0, *(f.name for f in dataclasses.fields(self) if f.name.endswith("_rate")))
         for name, value in (
             ("betas", max(self.betas)),
@@ -312,8 +323,8 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "save_every", "keep", "log_every")
-        if not self.save_minutes > 0:
-            raise HeadgateError(f"save_minutes={self.save_minutes} must be above 0")
+        if not 0 < self.save_minutes < math.inf:
+            raise HeadgateError(f"save_minutes={self.save_minutes} must be above 0, and finite")
 
 
 @dataclass(frozen=True)
@@ -341,7 +352,7 @@ class StudyOptions:
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "seeds", "jobs", "threads")
-        if not self.cost_seconds > 0:
+        if not 0 < self.cost_seconds < math.inf:
             raise HeadgateError(f"cost_seconds={self.cost_seconds} is no time to measure; give some above 0")
         parse_lengths(self.lengths)
 
@@ -403,24 +414,18 @@ def from_dict(cls: type[T], values: Mapping[str, Any], *, where: str = "") -> T:
 
 def load(cls: type[T], path: str | os.PathLike[str]) -> T:
     """Read a config written by `save`, or by hand."""
+    values = files.unsealed(files.read_json(path, object_pairs_hook=_unique), path)
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise HeadgateError(f"config {str(path)!r} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise HeadgateError(f"config {str(path)!r} is not UTF-8 text; expected JSON") from error
-    try:
-        values = json.loads(text, object_pairs_hook=_unique)
-    except json.JSONDecodeError as error:
-        raise HeadgateError(f"config {str(path)!r} is not JSON: line {error.lineno}: {error.msg}") from error
-    if not isinstance(values, dict):
-        raise HeadgateError(f"config {str(path)!r} holds a {type(values).__name__}; expected a JSON object")
-    return from_dict(cls, values)
+        return from_dict(cls, values)
+    except HeadgateError as error:
+        raise HeadgateError(f"{str(path)!r}: {error}") from error
 
 
-def save(config: Any, path: str | os.PathLike[str]) -> None:
-    """Write a config as JSON, whole or not at all."""
-    write_json(path, to_dict(config))
+def save(config: Any, path: str | os.PathLike[str], *, seal: bool = False) -> None:
+    """Write a config as JSON, whole or not at all; sealed, it is not meant to be edited, and `load` refuses
+    one that was."""
+    values = to_dict(config)
+    files.write_json(path, files.sealed(values) if seal else values)
 
 
 def override(config: T, assignments: Iterable[str]) -> T:
@@ -466,7 +471,7 @@ def _join(where: str, key: str) -> str:
 def _literal(text: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # no JSON, a number of too many digits, or nested too deep
         return text.strip()
 
 
@@ -535,10 +540,13 @@ def _checked(value: Any, hint: Any, where: str) -> Any:
         if isinstance(value, Mapping):
             return dict(value)
     elif hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        if not -sys.float_info.max <= value <= sys.float_info.max:
+            raise HeadgateError(f"{where}={value} is not finite; expected a number")
         return float(value)
     elif isinstance(value, hint) and isinstance(value, bool) == (hint is bool):
         return value
-    expected = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(
-        hint, str(hint)
-    )
-    raise HeadgateError(f"{where}={value!r} is a {type(value).__name__}; expected {expected}")
+    expected = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(hint)
+    if expected is None:
+        expected = "an object of settings" if dataclasses.is_dataclass(hint) else str(hint)
+    shown = repr(value) if len(repr(value)) < 200 else f"{repr(value)[:200]}..."
+    raise HeadgateError(f"{where}={shown} is a {type(value).__name__}; expected {expected}")

@@ -1,33 +1,187 @@
-"""Files that are whole or absent, and folders that one process at a time works in."""
+"""Files that are whole or absent, and folders that one process at a time works in.
 
+A folder may have come from somebody else, with a link or a pipe where a file of ours should be. So no file is
+written through a link inside such a folder: a new file takes the place of whatever stood under its name, and
+a file that is added to must be a plain one. Reading follows links, since data and models are often kept
+behind them, but never waits for a pipe.
+"""
+
+import io
 import json
 import math
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import stat
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from headgate.errors import HeadgateError
 
+AnyPath = str | os.PathLike[str]
+_PLAIN = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+_AT_ONCE = getattr(os, "O_NONBLOCK", 0)
+"""Opening a pipe would otherwise wait for its other end."""
+KINDS = ((stat.S_ISLNK, "a link"), (stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"))
+SEAL = "digest"
+"""The key of a sealed JSON object that holds the digest of all others."""
 
-def write_text(path: str | os.PathLike[str], text: str) -> None:
+
+def named(path: AnyPath, what: str) -> Path:
+    """A path that was given for `what`; an empty one, such as a variable that is not set, is refused."""
+    if not os.fspath(path).strip():
+        raise HeadgateError(f"{what} is an empty name; give a path (. is the current folder)")
+    return Path(path)
+
+
+def kind(path: AnyPath, *, follow: bool = True) -> str:
+    """What stands at a path, for a sentence that goes `path is ...`; empty for a plain file."""
+    try:
+        mode = (os.stat if follow else os.lstat)(path).st_mode
+    except FileNotFoundError:
+        return "a link that leads nowhere" if os.path.islink(path) else "missing"
+    except OSError as error:
+        return f"out of reach ({error.strerror})"
+    return _kind(mode)
+
+
+def _kind(mode: int) -> str:
+    if stat.S_ISREG(mode):
+        return ""
+    return next((words for test, words in KINDS if test(mode)), "a device")
+
+
+def open_new(path: AnyPath) -> io.BufferedWriter:
+    """A new file to write; what stood under its name is removed, and of a link the link alone."""
+    Path(path).unlink(missing_ok=True)
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _PLAIN, 0o666), "wb")
+
+
+def open_own(path: AnyPath) -> io.FileIO:
+    """A file of ours to read and to add to, made if it is missing; nothing in it is cut off.
+
+    A link, a pipe, or a file that is known under a second name too is refused: it may be somebody else's.
+    """
+    found = kind(path, follow=False)
+    if found not in ("", "missing"):
+        raise HeadgateError(f"{str(path)!r} is {found}; expected a file of its own: remove it")
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | _AT_ONCE | _PLAIN, 0o666)
+    try:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+            words = _kind(status.st_mode) or "known under a second name (a hard link)"
+            raise HeadgateError(f"{str(path)!r} is {words}; expected a file of its own: put a copy there")
+        return os.fdopen(handle, "a+b", buffering=0)
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def own_folder(path: Path) -> Path:
+    """A folder inside one of ours, made if it is missing; a link in its place is refused."""
+    with suppress(FileExistsError):
+        path.mkdir()
+    found = kind(path, follow=False)
+    if found != "a folder":
+        raise HeadgateError(f"{str(path)!r} is {found or 'a file'}; expected a folder of its own: remove it")
+    return path
+
+
+def open_to_read(path: AnyPath) -> io.BufferedReader:
+    """A plain file, or a link to one; anything else is refused, and a pipe without waiting for it."""
+    try:
+        handle = os.open(path, os.O_RDONLY | _AT_ONCE | getattr(os, "O_BINARY", 0))
+    except OSError as error:
+        raise HeadgateError(f"{str(path)!r} cannot be read: {error.strerror}") from error
+    found = _kind(os.fstat(handle).st_mode)
+    if found:
+        os.close(handle)
+        raise HeadgateError(f"{str(path)!r} is {found}; expected a file")
+    return os.fdopen(handle, "rb")
+
+
+def read_text(path: AnyPath) -> str:
+    try:
+        with open_to_read(path) as file:
+            return file.read().decode()
+    except UnicodeDecodeError as error:
+        raise HeadgateError(f"{str(path)!r} is not UTF-8: {error.reason} at byte {error.start}") from error
+    except OSError as error:
+        raise HeadgateError(f"{str(path)!r} cannot be read: {error.strerror}") from error
+
+
+def read_json(path: AnyPath, **hooks: Any) -> dict[str, Any]:
+    """The JSON object in a file; whatever else it holds is an error that names the file."""
+    text = read_text(path)
+    try:
+        values = json.loads(text, **hooks)
+    except json.JSONDecodeError as error:
+        raise HeadgateError(f"{str(path)!r} is not JSON: line {error.lineno}: {error.msg}") from error
+    except HeadgateError as error:
+        raise HeadgateError(f"{str(path)!r}: {error}") from error
+    except RecursionError as error:
+        raise HeadgateError(f"{str(path)!r} is nested too deep to be read") from error
+    except ValueError as error:  # a number of too many digits
+        raise HeadgateError(f"{str(path)!r} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise HeadgateError(f"{str(path)!r} holds a {type(values).__name__}; expected a JSON object")
+    return values
+
+
+def write_text(path: AnyPath, text: str) -> None:
     """Write a file under a temporary name, flush it to the disk, then rename it into place."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with naming(path):
+        try:
+            with open_new(temporary) as file:
+                file.write(text.encode())
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
-def write_json(path: str | os.PathLike[str], values: Any) -> None:
+def write_all(file: io.FileIO, data: bytes | memoryview) -> None:
+    """Write to a file without a buffer, which takes only a part at a time where the disk is nearly full."""
+    while data:
+        data = data[file.write(data) :]
+
+
+def write_json(path: AnyPath, values: Any) -> None:
     """Write plain values as JSON, whole or not at all; a number that is not finite is an error."""
     write_text(path, json.dumps(values, indent=2, allow_nan=False) + "\n")
+
+
+@contextmanager
+def naming(path: AnyPath) -> Iterator[None]:
+    """Whatever fails inside says that it was this file: a full disk does not name one."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
+
+
+def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The object with a digest of itself, by which damage is noticed."""
+    return {**values, SEAL: _digest(values)}
+
+
+def unsealed(values: Mapping[str, Any], path: AnyPath) -> dict[str, Any]:
+    """The object without its digest, which is verified if there is one."""
+    rest = {key: value for key, value in values.items() if key != SEAL}
+    if SEAL in values and values[SEAL] != _digest(rest):
+        raise HeadgateError(f"{str(path)!r} is damaged: it is not what was written there")
+    return rest
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(values, sort_keys=True).encode())
 
 
 def finite(value: Any) -> Any:
@@ -41,32 +195,53 @@ def finite(value: Any) -> Any:
 
 @contextmanager
 def locked(folder: Path, doing: str) -> Iterator[None]:
-    """Keep every other process out of a folder, which is made if it is missing, while it is being `doing`.
+    """Keep every other process out of a folder while it is being `doing`.
 
-    The lock is this process's own, so it ends with it however it ends; the file of it is then of no account.
+    The folder is made if it is missing, and removed again if nothing is left in it. The lock belongs to this
+    process and ends with it, however it ends; the file that carries it means nothing by itself.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / ".lock"
-    while True:
-        with path.open("w") as file:
-            try:
-                import fcntl
-
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except ImportError:
-                pass  # no such locks on this system
-            except BlockingIOError:
-                raise HeadgateError(
-                    f"{str(folder)!r} is being {doing} by another process; wait for it or stop it"
-                ) from None
-            try:
-                ours = os.path.samestat(os.fstat(file.fileno()), path.stat())
-            except FileNotFoundError:
-                ours = False
-            if not ours:
-                continue  # who held it removed the file after it was opened here
-            try:
-                yield
-            finally:
-                path.unlink(missing_ok=True)
+    made = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / ".lock"
+        while True:
+            with open_own(path) as file:
+                if not _lock(file):
+                    raise HeadgateError(
+                        f"{str(folder)!r} is being {doing} by another process; wait for it or stop it"
+                    )
+                try:
+                    ours = os.path.samestat(os.fstat(file.fileno()), os.lstat(path))
+                except FileNotFoundError:
+                    ours = False
+                if not ours:
+                    continue  # its last holder removed the file after it was opened here
+                try:
+                    yield
+                finally:
+                    if sys.platform != "win32":
+                        path.unlink(missing_ok=True)
+            if sys.platform == "win32":
+                with suppress(OSError):  # it removes no open file, so that of a next holder stays
+                    path.unlink()
             return
+    finally:
+        for path in made:
+            with suppress(OSError):
+                path.rmdir()
+
+
+def _lock(file: io.FileIO) -> bool:
+    """Whether this process holds the file from now on."""
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    return True

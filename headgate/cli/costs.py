@@ -10,6 +10,8 @@ def bench(
     *,
     lengths: str = "512,1024,2048,4096",
     mechanisms: tuple[str, ...] | None = None,
+    steps: bool = False,
+    decoded_after: str = "2048,65536",
     batch: int = 1,
     heads: int = 8,
     kv_heads: int | None = None,
@@ -28,6 +30,8 @@ def bench(
         lengths: Sequence lengths to measure at, separated by commas.
         mechanisms: Mechanisms or ops to measure, such as local full window_attention; a pattern over the
             layers is the sum of its parts. Default: all of them.
+        steps: Measure mechanisms in whole training steps and in decoding, recipe study, against full.
+        decoded_after: With --steps: the contexts after which tokens are decoded, separated by commas.
         batch: Sequences at once.
         heads: Query heads.
         kv_heads: Key and value heads. Default: as many as query heads.
@@ -42,13 +46,23 @@ def bench(
     """
     import torch
 
-    from headgate.measure.bench import bench
+    from headgate.measure.bench import bench, bench_steps
     from headgate.measure.speed import Shape
 
     if threads is not None:
         if threads < 1:
             raise HeadgateError(f"threads={threads} is too small; it must be at least 1")
         torch.set_num_threads(threads)
+    if steps:
+        bench_steps(
+            mechanisms,
+            lengths=parse_lengths(lengths),
+            decoded_after=parse_lengths(decoded_after),
+            memory=memory,
+            seconds=seconds,
+            json_path=json,
+        )
+        return
     bench(
         Shape(batch, heads, heads if kv_heads is None else kv_heads, head_dim, window),
         lengths=parse_lengths(lengths),

@@ -1,22 +1,20 @@
 """From the words of the command line to a command: the overview, settings among the words, exit codes."""
 
 import inspect
-import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 
+from headgate.cli.arguments import parse
 from headgate.cli.catalogue import mechanisms
 from headgate.cli.costs import bench, plan
 from headgate.cli.data import prepare
+from headgate.cli.exits import exit_codes
 from headgate.cli.runs import convert, evaluate, generate, train
 from headgate.cli.studies import ablate, compare, report
 from headgate.errors import HeadgateError, suggestion
 from headgate.registry import use_file
 from headgate.version import __version__
 
-SETTING = re.compile(r"[a-z_]+(\.[a-z_]+)*=")
-"""A word such as train.steps=100; it may stand anywhere after the command."""
 FILE_OPTION = "--mechanism-file"
 COMMANDS: dict[str, Callable[..., None]] = {
     "mechanisms": mechanisms,
@@ -72,11 +70,7 @@ def run(arguments: Sequence[str]) -> None:
     if name not in COMMANDS:
         raise HeadgateError(f"unknown command {name!r}; {suggestion(name, COMMANDS)}")
     words = _use_files(words)
-    if "override" in inspect.signature(COMMANDS[name]).parameters:
-        words = _settings_last(words)
-    import tyro
-
-    tyro.cli(COMMANDS[name], prog=f"headgate {name}", args=words, config=(tyro.conf.OmitArgPrefixes,))
+    parse(COMMANDS[name], name, words)()
 
 
 def _use_files(words: Sequence[str]) -> list[str]:
@@ -94,23 +88,7 @@ def _use_files(words: Sequence[str]) -> list[str]:
     return rest
 
 
-def _settings_last(words: Sequence[str]) -> list[str]:
-    """The words with the settings among them moved behind one --override, which takes any number."""
-    settings = [word for word in words if SETTING.match(word)]
-    rest = [word for word in words if word != "--override" and not SETTING.match(word)]
-    return [*rest, "--override", *settings] if settings else rest
-
-
 def main() -> None:
     """The entry point: errors become one sentence and exit code 2."""
-    try:
+    with exit_codes():
         run(sys.argv[1:])
-    except HeadgateError as error:
-        rank = os.environ.get("RANK", "0")  # under torchrun every process usually meets the same error
-        print(f"headgate{'' if rank == '0' else f' (rank {rank})'}: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("headgate: interrupted", file=sys.stderr)
-        sys.exit(130)
-    except BrokenPipeError:
-        sys.stderr.close()  # the reader has left, as `| head` does; nothing is wrong here

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from headgate import config
+from headgate import config, files
 from headgate.compare.variants import Variant
 from headgate.config import Config
 from headgate.errors import HeadgateError
@@ -80,7 +80,7 @@ class Job:
 
 class StudyFolder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = files.named(path, "the study folder")
 
     @property
     def begun(self) -> bool:
@@ -95,7 +95,7 @@ class StudyFolder:
 
     def write(self, study: Study, base: Config) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / "logs").mkdir(exist_ok=True)
+        files.own_folder(self.path / "logs")
         config.save(base, self.path / "config.json")
         config.save(study, self.path / "study.json")
 

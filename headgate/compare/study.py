@@ -136,9 +136,10 @@ def run_jobs(
 
 def _launch(job: Job, folder: Path, study: Study, base: Config) -> subprocess.Popen[bytes]:
     environment = os.environ | {"OMP_NUM_THREADS": str(study.threads), "PYTHONUNBUFFERED": "1"}
-    job.folder.parent.mkdir(parents=True, exist_ok=True)
     words = job.command(folder, study.data.folder, base)
-    with job.log.open("wb") as log:
+    for folder_of_it in (job.folder.parents[1], job.folder.parent):
+        files.own_folder(folder_of_it)
+    with files.open_new(job.log) as log:
         # A session of its own, so that Ctrl-C reaches this process alone, which then stops the runs in order.
         return subprocess.Popen(
             [sys.executable, "-m", "headgate.compare.run_process", str(os.getpid()), *words],
@@ -176,7 +177,7 @@ def _children(running: Mapping[Job, subprocess.Popen[bytes]]) -> Iterator[None]:
 def _note_exit(job: Job, code: int) -> None:
     """A killed process could not log why it ended."""
     if code < 0:
-        with job.log.open("ab") as log:
+        with files.open_own(job.log) as log:
             log.write(f"\nthe process was ended by {signal.Signals(-code).name}\n".encode())
 
 

@@ -6,6 +6,9 @@ that prepare may have written is removed before another beginning. Nothing else 
 
 import os
 import re
+import signal
+import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -56,31 +59,48 @@ class PrepareState:
 
 def is_finished(folder: Path) -> bool:
     """Whether nothing is left to do in it, not even to clear away."""
-    return os.path.exists(folder / "manifest.json") and not os.path.exists(folder / "progress.json")
+    left = any(os.path.exists(folder / name) for name in ("progress.json", ".lock"))
+    return os.path.exists(folder / "manifest.json") and not left
 
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Keep a folder for this process; it is made if it is missing, and removed if nothing was left in it."""
-    made: list[Path] = []
+    """Keep a folder for this process; it is made if it is missing, and removed if nothing was left in it.
+
+    A signal that asks the process to end is answered as Ctrl-C is: what is done is noted first.
+    """
     try:
-        try:
-            made = [path for path in (folder, *folder.parents) if not path.exists()]
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise HeadgateError(f"folder {str(folder)!r} cannot be made: {error.strerror}") from error
-        with files.locked(folder, "prepared"):
+        with files.locked(folder, "prepared"), _signals():
             yield
+    except KeyboardInterrupt:
+        if os.path.exists(folder / "progress.json"):
+            print(
+                f"headgate: what was done is kept in {str(folder)!r}; the same command continues from there",
+                file=sys.stderr,
+            )
+        raise
     except OSError as error:
         kept = "; what was done before is kept, and the same command continues from there"
         raise HeadgateError(
             f"{str(error.filename or folder)!r} cannot be written: {error.strerror}"
             f"{kept if os.path.exists(folder / 'progress.json') else ''}"
         ) from error
+
+
+@contextmanager
+def _signals() -> Iterator[None]:
+    """While inside, SIGTERM and SIGHUP are Ctrl-C by another name; one that is ignored or taken stays so."""
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    if threading.current_thread() is not threading.main_thread():
+        numbers = []
+    ours = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, signal.default_int_handler)
+    try:
+        yield
     finally:
-        for path in made:
-            with suppress(OSError):
-                path.rmdir()
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def begun(folder: Path) -> PrepareState | None:
@@ -113,6 +133,8 @@ def remove(folder: Path, *names: str) -> None:
 def remove_all(folder: Path) -> None:
     """Empty a folder in which no document has been kept yet; its mark of ownership goes last."""
     for home in (folder / name for name in SPLITS):
+        if home.is_symlink():
+            raise HeadgateError(f"{str(home)!r} is a link; expected a folder of its own: remove it")
         for path in home.glob("*.ds*"):
             if WRITTEN.fullmatch(path.name):
                 path.unlink()

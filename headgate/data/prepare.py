@@ -60,7 +60,7 @@ def prepare(request: Request, out: str | os.PathLike[str], *, workers: int | Non
     """Write the shards that `request` describes into `out`, or continue where an earlier call was stopped."""
     if workers is not None and workers < 1:
         raise HeadgateError(f"workers={workers} is too small; expected at least 1")
-    folder = Path(out)
+    folder = files.named(out, "the folder to write")
     source = Source(request.source, text_column=request.text_column, out=folder)
     if is_finished(folder):  # perhaps on a disk that nothing can be written to
         return _finished(request, source, folder)
@@ -82,12 +82,12 @@ def _prepare(request: Request, source: Source, folder: Path, workers: int) -> Ma
         remove(folder, "keys.tmp", "progress.json")
         return manifest
     progress = _resume(folder, request, source)
-    config.save(progress, folder / "progress.json")
+    config.save(progress, folder / "progress.json", seal=True)
     try:
         with Progress(1.0) as display:
             tokenizer = _tokenizer(folder, request, source, progress.end_of_text, display)
             progress = replace(progress, end_of_text=tokenizer.end_of_text)
-            config.save(progress, folder / "progress.json")
+            config.save(progress, folder / "progress.json", seal=True)
             listing = (json.dumps({"name": file.name, "size": file.size}) for file in source.files)
             files.write_text(folder / "sources.jsonl", "".join(f"{line}\n" for line in listing))
             if not progress.finished:
@@ -112,9 +112,9 @@ def _prepare(request: Request, source: Source, folder: Path, workers: int) -> Ma
             sha256=shards.sha256(folder / "tokenizer.json"),
         ),
         repeats_dropped=progress.now.repeats,
-        splits=tuple(shards.publish(folder, split) for split in progress.now.splits),
+        splits=tuple(shards.publish(folder, split, tokenizer.dtype) for split in progress.now.splits),
     )
-    config.save(manifest, folder / "manifest.json")
+    config.save(manifest, folder / "manifest.json", seal=True)
     remove(folder, "keys.tmp", "progress.json")
     return manifest
 
@@ -162,9 +162,9 @@ def _refuse_another(
 def _listed(path: Path) -> list[tuple[str, int]]:
     """Names and sizes of the files that the source had."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = files.read_text(path).splitlines()
         return [(entry["name"], entry["size"]) for entry in map(json.loads, lines)]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise HeadgateError(f"{path} is damaged; {shards.AGAIN}") from error
 
 
@@ -174,7 +174,7 @@ def _tokenizer(
     """The tokenizer of the folder; made, and kept there, unless it was before, as its closing token tells."""
     path = folder / "tokenizer.json"
     if end_of_text:
-        return Tokenizer(path.read_text(encoding="utf-8"), end_of_text=end_of_text)
+        return Tokenizer.of_file(path, end_of_text=end_of_text)
     if request.tokenizer.startswith("bpe:"):
         display.say(f"training {request.tokenizer} on the training split")
     limit = min(TRAINING_BYTES, 4 * (request.max_tokens or TRAINING_BYTES))
@@ -233,7 +233,7 @@ def _write_shards(
                 seen.flush()
             if progress.now.row:
                 progress = replace(progress, fingerprint=source.fingerprint(source.files[progress.now.file]))
-            config.save(progress, folder / "progress.json")
+            config.save(progress, folder / "progress.json", seal=True)
 
         display.say(f"tokenising {len(sizes):,} files, {starts[-1] / 1e6:,.1f} MB; workers: {workers}")
         chunks = read_chunks(source, progress.now.file, progress.now.row)

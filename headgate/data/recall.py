@@ -114,6 +114,7 @@ def parse(source: str) -> Recall | None:
 def prepare_recall(recall: Recall, source: str, shares: Shares, out: Path) -> Manifest:
     """Write the folder, whole or not at all; one that is there already must be the same."""
     require_training(shares)
+    out = files.named(out, "the folder to write")
     request = {"source": source, "tokenizer": NAME, "splits": list(shares), **config.to_dict(recall)}
     if is_finished(out):
         return _finished(out, request)
@@ -122,7 +123,7 @@ def prepare_recall(recall: Recall, source: str, shares: Shares, out: Path) -> Ma
             progress = begun(out)
             if progress is not None:
                 _refuse_another(out, progress.request, request)
-            config.save(PrepareState(request), out / "progress.json")
+            config.save(PrepareState(request), out / "progress.json", seal=True)
             try:
                 _write(recall, request, shares, out)
             finally:
@@ -161,7 +162,7 @@ def _write(recall: Recall, request: dict[str, object], shares: Shares, folder: P
             writer.append(tokens.ravel(), lengths, text_bytes=0, counted=counted.ravel())
         writer.flush()
         writer.close()
-        records.append(shards.publish(folder, writer.state))
+        records.append(shards.publish(folder, writer.state, tokenizer.dtype))
     manifest = Manifest(
         format=shards.FORMAT,
         headgate=__version__,
@@ -176,7 +177,7 @@ def _write(recall: Recall, request: dict[str, object], shares: Shares, folder: P
         repeats_dropped=0,
         splits=tuple(records),
     )
-    config.save(manifest, folder / "manifest.json")
+    config.save(manifest, folder / "manifest.json", seal=True)
 
 
 def definition(recall: Recall) -> str:

@@ -7,17 +7,18 @@ folder that datatrove wrote has none, and is read all the same.
 """
 
 import hashlib
+import io
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
-from headgate import config
+from headgate import config, files
 from headgate.errors import HeadgateError
 from headgate.version import __version__
 
@@ -39,6 +40,8 @@ class ShardRecord:
     tokens: int
     sha256: Mapping[str, str]
     """Of each of its files, by suffix."""
+    largest: int | None = None
+    """The largest token; unknown in a folder that version 0.1 wrote, until it is checked."""
 
 
 @dataclass(frozen=True)
@@ -88,10 +91,36 @@ class Manifest:
                 return split
         raise HeadgateError(f"the manifest has no split {name!r}: it is damaged; {AGAIN}")
 
+    def refuse_nonsense(self, path: Path) -> None:
+        """Raise if it contradicts itself, or names files that are not those of its splits."""
+        words, wrong = self.tokenizer, ""
+        shards = [(split, shard) for split in self.splits for shard in split.shards]
+        if not 0 <= words.end_of_text_id < words.vocab_size:
+            wrong = f"a vocabulary of {words.vocab_size} has no token {words.end_of_text_id} to end a text"
+        elif sorted(split.name for split in self.splits) != sorted(SPLITS):
+            wrong = f"the splits are not {', '.join(SPLITS)}"
+        elif len({shard.name for _, shard in shards}) < len(shards):
+            wrong = "a shard is listed twice"
+        for split, shard in shards:
+            if not re.fullmatch(rf"{split.name}/\d{{5,}}", shard.name):
+                wrong = f"the shard {shard.name!r} is not a file of split {split.name!r}"
+            elif not 0 < shard.documents <= shard.tokens:
+                wrong = f"the shard {shard.name!r} has {shard.tokens} tokens in {shard.documents} documents"
+            elif shard.largest is not None and not 0 <= shard.largest < words.vocab_size:
+                wrong = f"{shard.name!r} has the token {shard.largest} in a vocabulary of {words.vocab_size}"
+        for split in self.splits:
+            counts = [(shard.documents, shard.tokens) for shard in split.shards]
+            if (split.documents, split.tokens) != tuple(map(sum, zip((0, 0), *counts, strict=True))):
+                wrong = f"the counts of split {split.name!r} do not add up"
+            elif split.bytes < 0:
+                wrong = f"split {split.name!r} has {split.bytes} bytes"
+        if wrong:
+            raise HeadgateError(f"{path} is damaged: {wrong}; {AGAIN}")
+
 
 def read_manifest(folder: str | os.PathLike[str]) -> Manifest | None:
     """The manifest of a prepared folder; None for one that datatrove wrote."""
-    folder = Path(folder)
+    folder = files.named(folder, "the data folder")
     path = folder / "manifest.json"
     if not os.path.isdir(folder):
         raise HeadgateError(f"{str(folder)!r} is not a folder; expected one that `headgate prepare` wrote")
@@ -104,6 +133,7 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest | None:
                 f"{path} is of format {manifest.format}, and headgate {__version__} reads format {FORMAT}; "
                 f"use headgate {manifest.headgate}, which wrote it, or prepare the data again"
             )
+        manifest.refuse_nonsense(path)
         return manifest
     if (folder / "progress.json").is_file():
         raise HeadgateError(
@@ -122,6 +152,8 @@ class Shard:
     dtype: str
     has_index: bool
     has_loss: bool
+    largest: int | None = None
+    """The largest token, if it is known."""
 
     def load_tokens(self) -> np.ndarray:
         return _map(self.path, self.dtype)
@@ -153,9 +185,10 @@ def open_split(folder: str | os.PathLike[str], name: str, *, verify: bool = True
     """Open a split of a prepared folder, or of one that datatrove wrote.
 
     Without a manifest, the split is the folder of its name, or for `train` the folder itself. Sizes and
-    indexes are always checked, with `verify` the checksums too: damage is named here, not in mid-training.
+    indexes are always checked, with `verify` also the checksums and the largest token: damage is named here,
+    not in mid-training.
     """
-    folder = Path(folder)
+    folder = files.named(folder, "the data folder")
     manifest = read_manifest(folder)
     if manifest is None:
         home = folder / name if name != "train" or (folder / name).is_dir() else folder
@@ -166,8 +199,10 @@ def open_split(folder: str | os.PathLike[str], name: str, *, verify: bool = True
             raise HeadgateError(
                 f"{str(folder)!r} has no split {name!r}: there are no .ds files in {str(home)!r}"
             )
-        shards = tuple(open_shard(path) for path in paths)
-        return Split(name, tuple(shard for shard in shards if shard.tokens))
+        shards = tuple(shard for shard in map(open_shard, paths) if shard.tokens)
+        if verify:
+            shards = tuple(replace(shard, largest=_largest(shard.path, shard.dtype)) for shard in shards)
+        return Split(name, shards)
     if name not in SPLITS:
         raise HeadgateError(f"{name!r} is not a split; known are {', '.join(SPLITS)}")
     record = manifest.split(name)
@@ -175,9 +210,22 @@ def open_split(folder: str | os.PathLike[str], name: str, *, verify: bool = True
         raise HeadgateError(
             f"split {name!r} of {str(folder)!r} is empty; prepare more text or other --splits"
         )
+    if verify:
+        _verify(folder / "tokenizer.json", manifest.tokenizer.sha256)
     return Split(
         name, tuple(_recorded(folder, shard, manifest, verify) for shard in record.shards), record.bytes
     )
+
+
+def check_range(vocab_size: int, *splits: Split) -> None:
+    """Raise if a model with so many entries would meet a token that it does not know."""
+    for split in splits:
+        for shard in split.shards:
+            if shard.largest is not None and shard.largest >= vocab_size:
+                raise HeadgateError(
+                    f"{shard.path} has the token {shard.largest}, and the model only {vocab_size} entries; "
+                    f"set model.vocab_size to at least {shard.largest + 1}"
+                )
 
 
 def open_shard(path: Path, *, dtype: str | None = None) -> Shard:
@@ -187,6 +235,7 @@ def open_shard(path: Path, *, dtype: str | None = None) -> Shard:
 
 
 def _open_shard(path: Path, dtype: str | None) -> Shard:
+    files.open_to_read(path).close()  # a pipe or a folder of that name is refused
     size = path.stat().st_size
     index, loss, metadata = beside(path, ".index"), beside(path, ".loss"), beside(path, ".metadata")
     counts: dict[Path, int] = {}
@@ -227,7 +276,7 @@ def check(folder: str | os.PathLike[str], *, verify: bool = True) -> Manifest | 
 
     Without `verify` the tokens are not read: sizes, indexes and counts alone are checked, in a moment.
     """
-    folder = Path(folder)
+    folder = files.named(folder, "the data folder")
     manifest = read_manifest(folder)
     if manifest is None:
         paths = _find(folder)
@@ -235,35 +284,51 @@ def check(folder: str | os.PathLike[str], *, verify: bool = True) -> Manifest | 
             raise HeadgateError(
                 f"{str(folder)!r} has neither a manifest.json nor .ds files; nothing to check"
             )
-        for path in paths:
-            open_shard(path)
+        vocab_size = _vocabulary_beside(folder)
+        for shard in map(open_shard, paths):
+            if verify and vocab_size is not None and shard.tokens:
+                _check_range(shard.path, _largest(shard.path, shard.dtype), vocab_size)
         return None
     for name, expected in (
         ("tokenizer.json", manifest.tokenizer.sha256),
         ("sources.jsonl", manifest.sources.sha256),
     ):
         _verify(folder / name, expected)
+    checked = []
     for split in map(manifest.split, SPLITS):
-        documents = tokens = 0
+        records = []
         for record in split.shards:
             shard = _recorded(folder, record, manifest, verify)
-            if verify:
-                _check_range(shard, manifest.tokenizer.vocab_size)
-            documents, tokens = documents + record.documents, tokens + record.tokens
-        if (documents, tokens) != (split.documents, split.tokens):
-            raise HeadgateError(
-                f"the counts of split {split.name!r} in {folder / 'manifest.json'} do not add up"
-            )
-    return manifest
+            largest = _largest(shard.path, shard.dtype) if verify else record.largest
+            if record.largest not in (None, largest):
+                raise HeadgateError(f"{shard.path} has the token {largest}, not {record.largest}; {AGAIN}")
+            records.append(replace(record, largest=largest))
+        checked.append(replace(split, shards=tuple(records)))
+    known = replace(manifest, splits=tuple(checked))
+    if known != manifest:  # of version 0.1, which did not record the largest tokens
+        with suppress(OSError):
+            config.save(known, folder / "manifest.json", seal=True)
+    return known
 
 
-def _check_range(shard: Shard, vocab_size: int) -> None:
-    with _reading(shard.path):
-        largest = int(shard.load_tokens().max())
+def _vocabulary_beside(folder: Path) -> int | None:
+    """The entries of the tokenizer.json in a folder, if there is one."""
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        return None
+    from headgate.data.tokenizers import Tokenizer
+
+    return Tokenizer.of_file(path).vocab_size
+
+
+def _largest(path: Path, dtype: str | np.dtype[Any]) -> int:
+    with _reading(path):
+        return int(_map(path, dtype).max())
+
+
+def _check_range(path: Path, largest: int, vocab_size: int) -> None:
     if largest >= vocab_size:
-        raise HeadgateError(
-            f"{shard.path} has the token {largest}, but the tokenizer has only {vocab_size} entries"
-        )
+        raise HeadgateError(f"{path} has the token {largest}; the tokenizer has only {vocab_size} entries")
 
 
 @dataclass(frozen=True)
@@ -348,7 +413,7 @@ class ShardWriter:
         self._files.clear()
 
     def _open(self) -> None:
-        (self._folder / self.state.name).mkdir(exist_ok=True)
+        files.own_folder(self._folder / self.state.name)
         for suffix in (".ds", ".ds.index"):
             self._part(suffix)
         if _temporary(self._folder, self.state, len(self.state.shards) - 1, ".ds.loss").exists():
@@ -361,17 +426,18 @@ class ShardWriter:
             bytes_each = {".ds": self._dtype.itemsize, ".ds.index": 8, ".ds.loss": 1}[suffix]
             size = bytes_each * (last.documents if suffix == ".ds.index" else last.tokens)
             path = _temporary(self._folder, self.state, len(self.state.shards) - 1, suffix)
-            if (path.stat().st_size if path.exists() else 0) < size:
+            file = files.open_own(path)
+            if os.fstat(file.fileno()).st_size < size:
+                file.close()
                 raise HeadgateError(
                     f"{path} is shorter than when it was left; delete the folder and begin again"
                 )
-            file = path.open("ab")
             file.truncate(size)
-            self._files[suffix] = file
+            self._files[suffix] = io.BufferedWriter(file)
         return self._files[suffix]
 
 
-def publish(folder: Path, state: SplitState) -> SplitRecord:
+def publish(folder: Path, state: SplitState, dtype: np.dtype[Any]) -> SplitRecord:
     """Give the files of a split their names and sum them up; done twice, it does no harm."""
     records = []
     for number, size in enumerate(state.shards):
@@ -383,7 +449,8 @@ def publish(folder: Path, state: SplitState) -> SplitRecord:
                 temporary.replace(final)
             if final.exists():
                 sums[suffix] = sha256(final)
-        records.append(ShardRecord(name, size.documents, size.tokens, sums))
+        largest = _largest(folder / f"{name}.ds", dtype)
+        records.append(ShardRecord(name, size.documents, size.tokens, sums, largest))
     return SplitRecord(state.name, state.documents, state.bytes, state.tokens, tuple(records))
 
 
@@ -392,11 +459,11 @@ def beside(path: Path, suffix: str) -> Path:
 
 
 def sha256(path: Path) -> str:
-    with _reading(path), path.open("rb") as file:
+    with _reading(path), files.open_to_read(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _map(path: Path, dtype: str) -> np.ndarray:
+def _map(path: Path, dtype: str | np.dtype[Any]) -> np.ndarray:
     return np.asarray(np.memmap(path, dtype=dtype, mode="r"))  # a plain array: slices of it are far cheaper
 
 
@@ -429,7 +496,11 @@ def _recorded(folder: Path, record: ShardRecord, manifest: Manifest, verify: boo
     if verify:
         for suffix, expected in record.sha256.items():
             _verify(folder / f"{record.name}{suffix}", expected)
-    return shard
+    largest = record.largest
+    if largest is None and verify:
+        largest = _largest(path, shard.dtype)
+        _check_range(path, largest, manifest.tokenizer.vocab_size)
+    return replace(shard, largest=largest)
 
 
 def _verify(path: Path, expected: str) -> None:
@@ -464,7 +535,7 @@ def _reading(path: Path) -> Iterator[None]:
 def _read_metadata(path: Path) -> tuple[int, int]:
     """The bytes a token and the count of tokens that datatrove noted."""
     try:
-        first, second = path.read_text(encoding="utf-8").splitlines()[:2]
+        first, second = files.read_text(path).splitlines()[:2]
         width, count = int(first.rpartition("|")[2]), int(second)
     except (ValueError, UnicodeDecodeError) as error:
         raise HeadgateError(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from headgate import files
 from headgate.errors import HeadgateError
 
 Shares = tuple[int, int, int]
@@ -53,7 +54,7 @@ class Seen:
     def __init__(self, path: Path, count: int) -> None:
         """Take up the first `count` keys of the file, and forget what was written after them."""
         self._runs: list[np.ndarray] = []
-        self._file = path.open("ab+")
+        self._file = files.open_own(path)
         self._file.truncate(8 * count)
         self._file.seek(0)
         known = np.frombuffer(self._file.read(), dtype="<u8")
@@ -71,7 +72,7 @@ class Seen:
         return fresh
 
     def add(self, keys: np.ndarray) -> None:
-        self._file.write(keys.astype("<u8").data)
+        files.write_all(self._file, keys.astype("<u8").tobytes())
         self._insert(np.sort(keys))
 
     def _insert(self, run: np.ndarray) -> None:

@@ -4,12 +4,14 @@ All of them are tokenizer.json files in the end, so one copy beside the shards i
 """
 
 import json
+import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from headgate import files
 from headgate.data.sources import decode, reach, reading
 from headgate.errors import HeadgateError
 
@@ -37,6 +39,8 @@ class Tokenizer:
     def __init__(self, definition: str, *, end_of_text: str | None = None) -> None:
         import tokenizers
 
+        if end_of_text == "":
+            raise HeadgateError("the token that ends a text is an empty name; name one with --end-of-text")
         try:
             self._inner = tokenizers.Tokenizer.from_str(definition)
         except Exception as error:  # the library raises Exception itself
@@ -58,6 +62,15 @@ class Tokenizer:
             raise HeadgateError(f"the tokenizer {given}; name the token that ends a text with --end-of-text")
         self.end_of_text_id = int(found)
         self._is_bytes = self.vocab_size == 257 and [*map(find, BYTE_TOKENS)] == [*range(256)]
+
+    @classmethod
+    def of_file(cls, path: str | os.PathLike[str], *, end_of_text: str | None = None) -> "Tokenizer":
+        """The tokenizer in a file, which an error names."""
+        definition = files.read_text(path)
+        try:
+            return cls(definition, end_of_text=end_of_text)
+        except HeadgateError as error:
+            raise HeadgateError(f"{str(path)!r}: {error}") from error
 
     @property
     def dtype(self) -> np.dtype[Any]:

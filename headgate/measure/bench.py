@@ -15,8 +15,9 @@ from rich.text import Text
 
 from headgate.config import require_at_least
 from headgate.errors import HeadgateError
-from headgate.files import write_text
+from headgate.files import kind, write_text
 from headgate.machine import keep_memory, processor
+from headgate.measure import steps
 from headgate.measure.speed import (
     BASELINE,
     Measurement,
@@ -44,13 +45,16 @@ def bench(
     require_at_least(shape, 1, "batch", "n_heads", "n_kv_heads", "head_dim", "window")
     if not lengths:
         raise HeadgateError("there is no length to measure at; give some, such as 1024,4096")
+    if not 0 < seconds < float("inf"):
+        raise HeadgateError(f"seconds={seconds} is no time to measure; give some above 0")
     if figure_path is not None and figure_path.suffix not in (".html", ".png", ".svg"):
         raise HeadgateError(
             f"--figure {str(figure_path)!r} ends in none of .html, .png and .svg; choose one of them"
         )
     for path in (json_path, figure_path):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise HeadgateError(f"{str(path)!r} lies in no existing folder; make it first")
+        check_folder(path)
+        if path is not None and kind(path) not in ("", "missing"):
+            raise HeadgateError(f"{str(path)!r} is {kind(path)}; expected a file to write")
     keep_memory()
     console = table_console(width=max(120, 60 + 20 * len(lengths)))
     cases = select_cases(shape, None if names is None else list(names))
@@ -70,6 +74,46 @@ def bench(
         write_text(json_path, json.dumps(to_json(measured), indent=1) + "\n")
     if figure_path is not None:
         save_figure(measured, figure_path)
+
+
+def bench_steps(
+    names: Sequence[str] | None,
+    *,
+    lengths: Sequence[int],
+    decoded_after: Sequence[int],
+    memory: bool,
+    seconds: float,
+    json_path: Path | None,
+) -> None:
+    """Every mechanism in whole steps of a small model, in place of attention alone."""
+    if not lengths or not decoded_after:
+        raise HeadgateError("there is no length to measure at; give some, such as 1024,8192")
+    check_folder(json_path)
+    console = table_console(width=max(120, 40 + 24 * (2 * len(lengths) + len(decoded_after))))
+    with console.status("preparing") as status:
+        rows = steps.measure_steps(
+            names,
+            recipe="study",
+            lengths=lengths,
+            decoded_after=decoded_after,
+            memory=memory and sys.platform.startswith("linux"),
+            seconds=seconds,
+            progress=status.update,
+        )
+    console.print(
+        f"{processor()}, {torch.get_num_threads()} threads, recipe study, fp32; sgemm: attention alone at "
+        f"T={max(lengths)}, H=8 D=64, forward+backward, as a share of a matrix product's speed",
+        highlight=False,
+    )
+    console.print(steps.steps_table(rows))
+    if json_path is not None:
+        answer = {"headgate": __version__, "rows": steps.steps_json(rows)}
+        write_text(json_path, json.dumps(answer, indent=1) + "\n")
+
+
+def check_folder(path: Path | None) -> None:
+    if path is not None and not path.absolute().parent.is_dir():
+        raise HeadgateError(f"{str(path)!r} lies in no existing folder; make it first")
 
 
 def add_memory(measured: Measurement, names: list[str], progress: Any) -> None:

@@ -34,7 +34,9 @@ class Combiner(Mechanism):
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:
         past.require_all_keys("combiner")
-        return ops.combiner_attention(q, k, v, block=self.options.block)
+        block = self.options.block
+        key, value = past.per_block("summaries", block, lambda k, v: ops.block_summaries(k, v, block), k, v)
+        return ops.combiner_attention(q, k, v, block=block, summarised=(key, value))
 
     def start_as_full(self) -> float:
         """Only the first block is seen exactly; a summary of several keys cannot be all of them."""

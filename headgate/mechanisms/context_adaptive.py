@@ -93,9 +93,9 @@ class ContextAdaptive(Mechanism):
             return self._local(x, q, k, v, past)
         past.require_all_keys("context-adaptive")
         if o.gate == "global":
-            return self._global(q, k, v)
+            return self._global(q, k, v, past)
         if self.gate is None:
-            return (self._local(x, q, k, v, past) + self._global(q, k, v)) / 2
+            return (self._local(x, q, k, v, past) + self._global(q, k, v, past)) / 2
         gate = self.followed(self._gate(x), down=True, up=True)
         if self.is_skipping(q):
             local = self._local(x, q, k, v, past, gate[:, 0] > 0)
@@ -104,7 +104,7 @@ class ContextAdaptive(Mechanism):
         def mix(x: Tensor, q: Tensor, k: Tensor, v: Tensor, everything: Tensor, weights: Tensor) -> Tensor:
             return mixed(self._local(x, q, k, v, past), everything, weights)
 
-        parts = x, q, k, v, self._global(q, k, v), head_weights(gate)
+        parts = x, q, k, v, self._global(q, k, v, past), head_weights(gate)
         long = q.shape[2] > RECOMPUTED * o.max_window and not self.observed
         return recomputed(mix, *parts) if long else mix(*parts)
 
@@ -142,13 +142,15 @@ class ContextAdaptive(Mechanism):
             return past.span(o.window), None
         return past.span(o.window, ring=o.max_window), F.logsigmoid(self.width(x)).transpose(1, 2)
 
-    def _global(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _global(self, q: Tensor, k: Tensor, v: Tensor, past: Past | None = None) -> Tensor:
         o = self.options
         if o.select == "token":
             return ops.top_k_attention(q, k, v, scale=o.top_k)
         if self.observed:
             self.observe("recall", ops.selection_recall(q, k, block=o.block, scale=o.top_k))
-        return ops.block_selected_attention(q, k, v, block=o.block, scale=o.top_k)
+        means = None if past is None else past.block_means(k, o.block)
+        chosen = ops.choose_blocks(q, k, block=o.block, scale=o.top_k, means=means)
+        return ops.block_selected_attention(q, k, v, block=o.block, chosen=chosen)
 
     def first_key(self, position: int) -> int:
         return max(0, position - self.options.reach) if self.options.gate == "local" else 0

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from headgate import registry
 from headgate.config import ModelConfig, check_heads, from_dict, require_at_least
 from headgate.errors import HeadgateError, suggestion
-from headgate.ops import Span
+from headgate.ops import Span, block_means
 from headgate.ops.dispatch import forced
 from headgate.ops.rotary import rotate
 from headgate.registry import Registry
@@ -67,6 +67,12 @@ class KeyCache(Protocol):
     def append(self, *new: Tensor) -> list[Tensor]: ...
 
     def drop_before(self, position: int, *, keep: int = 0) -> None: ...
+
+    def __len__(self) -> int: ...
+
+    def held(self) -> list[Tensor]: ...
+
+    def blocks_of(self, name: str) -> "KeyCache": ...
 
 
 class Past:
@@ -141,6 +147,27 @@ class Past:
     def extend(self, *new: Tensor) -> list[Tensor]:
         """Keep tensors (B,heads,Tq,...) of the newest tokens; returns those of all tokens kept."""
         return list(new) if self.cache is None else self.cache.append(*new)
+
+    def per_block(
+        self, name: str, block: int, summarise: Callable[..., tuple[Tensor, ...]], *kept: Tensor
+    ) -> list[Tensor]:
+        """summarise(*kept) of the complete blocks of `block` keys, from the first key on: tensors
+        (B,heads,n,...) with a row a block. With a cache a block is summarised once, when it is complete."""
+        complete = kept[0].shape[2] // block
+        if self.cache is None or not complete:
+            return list(summarise(*(t[:, :, : complete * block] for t in kept)))
+        blocks = self.cache.blocks_of(name)
+        done = len(blocks)
+        if complete == done:
+            return blocks.held()
+        return blocks.append(*summarise(*(t[:, :, done * block : complete * block] for t in kept)))
+
+    def block_means(self, k: Tensor, block: int) -> Tensor | None:
+        """The mean key of every complete block, for a choice among blocks, which has no gradient; None while
+        there is no cache that keeps them."""
+        if self.cache is None:
+            return None
+        return self.per_block("means", block, lambda k: (block_means(k, block),), k)[0]
 
     def forget(self, first_key: Callable[[int], int], pinned_keys: int) -> None:
         """Drop the keys that no later query needs."""

@@ -15,10 +15,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from headgate import ops
 from headgate.config import require_at_least
 from headgate.errors import HeadgateError
 from headgate.mechanisms.contract import Heads, Mechanism, MechanismOptions, Past, register, window_pairs
-from headgate.mechanisms.gates import OPEN, HeadGate, attention_of, fix_gate, head_weights, openness
+from headgate.mechanisms.gates import OPEN, HeadGate, fix_gate, head_weights, openness
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class NearFar(Mechanism):
         share, near = heads.n_heads // heads.n_kv_heads, heads.n_kv_heads // 2
         ranges = (0, near, options.window), (near, heads.n_kv_heads, options.stretch * options.window)
         self.reaches = [(slice(a * share, b * share), slice(a, b), reach) for a, b, reach in ranges if a < b]
+        self.windows = [reach for _, groups, reach in self.reaches for _ in range(groups.start, groups.stop)]
         self.gate = HeadGate(heads.d_model, heads.n_heads) if options.gate == "learned" else None
         self.constant = nn.Parameter(torch.empty(heads.n_heads)) if options.gate == "constant" else None
 
@@ -68,12 +70,15 @@ class NearFar(Mechanism):
         gate = None if self.gate is None else self.followed(self.gate(x), down=True)
         if self.constant is not None:
             gate = self.followed(openness(self.constant).expand(*x.shape[:2], -1), down=True)
-        active = gate[:, 0] > 0 if gate is not None and self.is_skipping(q) else None
-        parts = []
-        for heads, groups, reach in self.reaches:
-            some = None if active is None else active[:, heads]
-            parts.append(attention_of(q[:, heads], k[:, groups], v[:, groups], past.span(reach), some))
-        attended = torch.cat(parts, 1)
+        if gate is not None and self.is_skipping(q):
+            active = gate[:, 0] > 0
+            parts = [
+                ops.active_attention(q[:, h], k[:, g], v[:, g], active[:, h], past.span(reach))[0]
+                for h, g, reach in self.reaches
+            ]
+            attended = torch.cat(parts, 1)
+        else:
+            attended = ops.windows_attention(q, k, v, self.windows, past.span())
         return attended if gate is None else head_weights(gate) * attended
 
     @property

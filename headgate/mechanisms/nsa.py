@@ -68,7 +68,8 @@ class Nsa(Mechanism):
             return ops.attention(q, k, v, past.span(o.window))
         if branch == "compressed":
             return ops.compressed_attention(q, k, v, block=o.block)
-        chosen = ops.choose_blocks(q, k, block=o.block, top_k=o.top_k - 1, by="weight")
+        means = past.block_means(k, o.block)
+        chosen = ops.choose_blocks(q, k, block=o.block, top_k=o.top_k - 1, by="weight", means=means)
         return ops.block_selected_attention(q, k, v, block=o.block, chosen=chosen)
 
     def first_key(self, position: int) -> int:

@@ -32,6 +32,7 @@ class Positional(Mechanism):
         self.mean = nn.Parameter(torch.empty(heads.n_heads, COMPONENTS))
         self.log_std = nn.Parameter(torch.empty(heads.n_heads, COMPONENTS))
         self.weight = nn.Parameter(torch.empty(heads.n_heads, COMPONENTS))
+        self._kept: tuple[list[tuple[int, int]], Tensor] | None = None  # the table that decoding last used
 
     def initialise(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
         if name == "mean":
@@ -48,8 +49,18 @@ class Positional(Mechanism):
         density = torch.exp(-z.square() / 2) / (self.log_std.exp() * math.sqrt(2 * math.pi))
         return ((density * self.weight.softmax(-1)).sum(-1) + 1e-6).log().T
 
+    def table(self, distances: int) -> Tensor:
+        """`log_prior` of at least so many distances. Without a gradient it is kept for the next token, with
+        room to grow, until a parameter changes."""
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self.log_prior(distances)
+        made_from = [(p.data_ptr(), p._version) for p in self.parameters()]
+        if self._kept is None or self._kept[0] != made_from or self._kept[1].shape[1] < distances:
+            self._kept = made_from, self.log_prior(2 * distances).contiguous()
+        return self._kept[1]
+
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:
-        return ops.distance_biased_attention(q, k, v, self.log_prior(k.shape[2]))
+        return ops.distance_biased_attention(q, k, v, self.table(k.shape[2]))
 
     def dense(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:
         i, j = reference.positions(q, k)

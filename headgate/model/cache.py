@@ -30,6 +30,8 @@ class LayerCache:
         self._buffers: list[Tensor] = []  # keys, values, and the mechanism's states per key
         self.carried: dict[str, Tensor] = {}
         """Tensors (B,...) of fixed size that a mechanism hands from call to call."""
+        self.blocks: dict[str, LayerCache] = {}
+        """Summaries of complete blocks of keys, a row for each block in place of a key."""
 
     def __len__(self) -> int:
         return self._end - self._begin
@@ -41,13 +43,15 @@ class LayerCache:
 
     @property
     def bytes(self) -> int:
-        return sum(map(_bytes, [*self._buffers, *self.carried.values()]))
+        own = sum(map(_bytes, [*self._buffers, *self.carried.values()]))
+        return own + sum(blocks.bytes for blocks in self.blocks.values())
 
     @property
     def held_bytes(self) -> int:
         """Of what is held, without the room for more."""
         held = [buffer[:, :, : len(self)] for buffer in self._buffers]
-        return sum(map(_bytes, [*held, *self.carried.values()]))
+        own = sum(map(_bytes, [*held, *self.carried.values()]))
+        return own + sum(blocks.held_bytes for blocks in self.blocks.values())
 
     def append(self, *new: Tensor) -> list[Tensor]:
         """Add tensors (B,heads,T,...) of the newest tokens; returns views of all that is held."""
@@ -70,7 +74,15 @@ class LayerCache:
         for buffer, tensor in zip(self._buffers, new, strict=True):
             buffer[:, :, self._end : self._end + added] = tensor
         self._end += added
+        return self.held()
+
+    def held(self) -> list[Tensor]:
+        """Views of all that is held."""
         return [buffer[:, :, self._begin : self._end] for buffer in self._buffers]
+
+    def blocks_of(self, name: str) -> "LayerCache":
+        """Where the summaries of complete blocks are kept under this name."""
+        return self.blocks.setdefault(name, LayerCache())
 
     def drop_before(self, position: int, *, keep: int = 0) -> None:
         """Forget the keys before `position`, but for the first `keep` of the sequence, which then stand right
@@ -95,6 +107,8 @@ class LayerCache:
 
         self._buffers = list(map(selected, self._buffers))
         self.carried = {name: selected(t) for name, t in self.carried.items()}
+        for blocks in self.blocks.values():
+            blocks.select(rows)
 
 
 def _bytes(t: Tensor) -> int:

@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
 from torch import Tensor
 
 from headgate.config import Config, ModelConfig, from_dict, load, to_dict
 from headgate.errors import HeadgateError, suggestion
-from headgate.files import write_text
+from headgate.files import named, read_json, write_text
 from headgate.mechanisms.contract import Mechanism, initialise
 from headgate.model import qwen
-from headgate.model.decoder import Decoder, header_config, model_file, with_mechanism
+from headgate.model.decoder import Decoder, header_config, header_of, model_file, with_mechanism
+from headgate.model.tensors import verify, write_tensors
 
 Form = Literal["headgate", "qwen"]
 MODEL_TYPE, ARCHITECTURE = "headgate", "HeadgateForCausalLM"
@@ -69,7 +69,7 @@ class Weights:
     @classmethod
     def of_folder(cls, folder: Path) -> "Weights":
         if (folder / INDEX).is_file():
-            names = _read_json(folder / INDEX).get("weight_map")
+            names = read_json(folder / INDEX).get("weight_map")
             if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
                 raise HeadgateError(f"{str(folder / INDEX)!r} has no weight_map from tensors to files")
             missing = sorted({name for name in names.values() if not (folder / Path(name).name).is_file()})
@@ -148,10 +148,10 @@ def convert(
     """
     if dtype is not None and dtype not in DTYPES:
         raise HeadgateError(f"dtype={dtype!r} is not a choice; {suggestion(dtype, DTYPES)}")
-    out = Path(out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    out = named(out, "the folder to write")
+    if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
         raise HeadgateError(f"{str(out)!r} exists already; choose another folder, or remove it")
-    found = read_source(Path(source))
+    found = read_source(named(source, "the source"))
     config = with_mechanism(found.config, mechanism)
     settings = qwen.write_settings(config) if to == "qwen" else _headgate_settings(config)
     with torch.device("meta"):
@@ -167,12 +167,12 @@ def convert(
     parameters = sum(tensor.numel() for tensor in tensors.values())
     stored = next(iter(tensors.values())).dtype
     settings |= {**found.carried, "dtype": str(stored).removeprefix("torch.")}
-    header = {"format": "pt"}
+    header = {}
     if to == "qwen":
         theirs = qwen.tensor_names(config)
         tensors = {theirs[name]: tensor for name, tensor in tensors.items()}
     else:
-        header["headgate"] = json.dumps(to_dict(config))
+        header = header_of(config)
     _write(out, tensors, header, settings, found)
     return Converted(found.form, to, parameters, settings["dtype"], tuple(changes))
 
@@ -184,7 +184,7 @@ def read_source(path: Path) -> Source:
             f"{str(path)!r} does not exist; expected a folder with a model or a .safetensors file (from the "
             "hub: hf download NAME --local-dir FOLDER)"
         )
-    settings = _read_json(path / "config.json") if (path / "config.json").is_file() else {}
+    settings = read_json(path / "config.json") if (path / "config.json").is_file() else {}
     if "model_type" not in settings:
         if not path.is_dir() or _holds_ours(path):
             return _ours(path)
@@ -299,27 +299,33 @@ def _write(
         temporary.mkdir(parents=True)
         for name in TOKENIZER_FILES:
             if (source.folder / name).is_file():
+                _refuse_link(source.folder / name)
                 shutil.copyfile(source.folder / name, temporary / name)
         settings |= _describe_tokenizer(temporary)
-        save_file(tensors, temporary / "model.safetensors", metadata=header)
+        write_tensors(temporary / "model.safetensors", tensors, header)
         write_text(temporary / "config.json", json.dumps(settings, indent=2, allow_nan=False) + "\n")
-        # safetensors makes its files readable for their owner alone; the folder is meant to be passed on
-        shutil.copymode(temporary / "config.json", temporary / "model.safetensors")
         if out.is_dir():
             out.rmdir()
         temporary.rename(out)
-    except (OSError, SafetensorError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise HeadgateError(f"{str(out)!r} cannot be written: {reason}") from error
+    except OSError as error:
+        raise HeadgateError(f"{str(out)!r} cannot be written: {error.strerror}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _refuse_link(path: Path) -> None:
+    """A link could lead to any file of this machine, which would be passed on; the hub's cache is made of
+    links to its own files."""
+    cache = path.parent.resolve().parent.parent / "blobs"
+    if path.is_symlink() and path.resolve().parent != cache:
+        raise HeadgateError(f"{str(path)!r} is a link to a file elsewhere; put the file itself there")
 
 
 def _describe_tokenizer(folder: Path) -> dict[str, Any]:
     """Beside a tokenizer.json alone, as a run has it, write what transformers wants to know of it."""
     if not (folder / "tokenizer.json").is_file() or (folder / "tokenizer_config.json").is_file():
         return {}
-    added = _read_json(folder / "tokenizer.json").get("added_tokens") or []
+    added = read_json(folder / "tokenizer.json").get("added_tokens") or []
     special = {token["content"]: token["id"] for token in added if token.get("special")}
     ends = [END_OF_TEXT] if END_OF_TEXT in special else list(special) if len(special) == 1 else []
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -330,19 +336,5 @@ def _describe_tokenizer(folder: Path) -> dict[str, Any]:
 
 
 def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise HeadgateError(f"{str(path)!r} is not a whole safetensors file ({error})") from None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise HeadgateError(f"{str(path)!r} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise HeadgateError(f"{str(path)!r} is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise HeadgateError(f"{str(path)!r} holds a {type(values).__name__}; expected a JSON object")
-    return values
+    verify(path)
+    return safe_open(path, framework="pt")

@@ -13,13 +13,12 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from headgate.config import Config, MechanismSpec, ModelConfig, from_dict, parse_mechanisms, to_dict
 from headgate.errors import HeadgateError, suggestion
+from headgate.files import kind, named
 from headgate.mechanisms.contract import (
     MECHANISMS,
     Heads,
@@ -32,6 +31,8 @@ from headgate.mechanisms.contract import (
 )
 from headgate.model.cache import Cache, LayerCache
 from headgate.model.generate import Completion, Prompts, Sampling, Stop, Stream, generate
+from headgate.model.tensors import KEY as DIGEST
+from headgate.model.tensors import read_metadata, read_tensors, write_tensors
 from headgate.ops.norm import rms_norm
 from headgate.ops.rotary import rotation
 from headgate.recipes import get_recipe
@@ -293,11 +294,8 @@ class Decoder(nn.Module):
         header."""
         path = Path(path)
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
         try:
-            save_file(
-                tensors, temporary, metadata={"format": "pt", "headgate": json.dumps(to_dict(self.config))}
-            )
+            write_tensors(temporary, self.state_dict(), header_of(self.config))
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
@@ -351,8 +349,7 @@ def load(path: str | os.PathLike[str]) -> Decoder:
     as a checkpoint, or in the latest checkpoint of a run folder."""
     file = model_file(path)
     config = header_config(file)
-    with safe_open(file, framework="pt") as opened:
-        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    tensors = read_tensors(file)
     with torch.device("meta"):
         decoder = Decoder(config)
     expected = {name: tuple(tensor.shape) for name, tensor in decoder.state_dict().items()}
@@ -369,33 +366,40 @@ def load(path: str | os.PathLike[str]) -> Decoder:
 
 def model_file(path: str | os.PathLike[str]) -> Path:
     """The safetensors file that `load` reads for a path."""
-    path = Path(path)
+    path = named(path, "the model")
     file = path / "model.safetensors" if path.is_dir() else path
     if file.is_file():
         return file
     saved = sorted(path.glob("checkpoints/step-*/model.safetensors"))
     if not saved:
+        found = f" (it is {kind(path)})" if file == path else ""
         raise HeadgateError(
-            f"{str(path)!r} holds no model; expected a .safetensors file, a folder with "
+            f"{str(path)!r} holds no model{found}; expected a .safetensors file, a folder with "
             "model.safetensors, or a run folder with a checkpoint"
         )
     return saved[-1]
 
 
+def header_of(config: ModelConfig) -> dict[str, str]:
+    """The metadata of a file with this model's weights, from which `header_config` reads it again."""
+    return {"headgate": json.dumps(to_dict(config))}
+
+
 def header_config(file: Path) -> ModelConfig:
     """The config in the header of a file that `Decoder.save` wrote."""
-    try:
-        with safe_open(file, framework="pt") as opened:
-            metadata = opened.metadata() or {}
-    except SafetensorError as error:
-        raise HeadgateError(
-            f"{str(file)!r} is not a whole safetensors file ({error}); write it with Decoder.save"
-        ) from None
+    metadata = read_metadata(file)
     if "headgate" not in metadata:
         raise HeadgateError(
             f"{str(file)!r} has no headgate config in its header; write it with Decoder.save, or "
             "turn it into one with headgate convert"
         )
-    config = from_dict(ModelConfig, json.loads(metadata["headgate"]))
+    unknown = metadata.keys() - {"format", "headgate", DIGEST}
+    if unknown:
+        raise HeadgateError(f"{str(file)!r} is damaged: nothing is known of {min(unknown)!r} in its header")
+    try:
+        values = json.loads(metadata["headgate"])
+        config = from_dict(ModelConfig, dict(values))
+    except (ValueError, TypeError, RecursionError) as error:  # a HeadgateError is a ValueError
+        raise HeadgateError(f"the config in the header of {str(file)!r} is damaged: {error}") from error
     require_registered(config, file)
     return config

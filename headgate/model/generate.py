@@ -61,7 +61,8 @@ class Sampling:
             if not good:
                 raise HeadgateError(f"{name}={getattr(self, name)} is out of range; expected {expected}")
 
-        check(0 <= self.temperature < float("inf"), "temperature", "0 for the most likely token, or more")
+        usable = self.temperature == 0 or 1e-6 <= self.temperature < float("inf")
+        check(usable, "temperature", "0 for the most likely token, or 1e-6 and more")
         check(0 < self.repetition_penalty < float("inf"), "repetition_penalty", "more than 0; 1 for none")
         check(self.top_k is None or self.top_k >= 1, "top_k", "at least 1, or none for all tokens")
         check(self.top_p is None or 0 < self.top_p <= 1, "top_p", "more than 0 and at most 1")

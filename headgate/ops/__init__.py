@@ -1,16 +1,17 @@
 """Attention as pure tensor functions: q (B,H,Tq,D), k and v (B,G,Tk,D) whose last Tq are the queries' own."""
 
-from headgate.ops.active import active_attention, among_active
-from headgate.ops.blocks import block_selected_attention, choose_blocks, selection_recall
-from headgate.ops.combiner import combiner_attention
+from headgate.ops.active import active_attention, among_active, windows_attention
+from headgate.ops.blocks import block_means, block_selected_attention, choose_blocks, selection_recall
+from headgate.ops.combiner import block_summaries, combiner_attention
 from headgate.ops.compressed import compressed_attention
 from headgate.ops.delta import gated_delta
 from headgate.ops.dispatch import explain, paths_taken
-from headgate.ops.distance import distance_biased_attention
 from headgate.ops.pair_gate.op import pair_gated_attention
 from headgate.ops.span.op import (
     attention,
+    biased_attention,
     causal_attention,
+    distance_biased_attention,
     far_attention,
     span_attention,
     window_attention,
@@ -24,7 +25,10 @@ __all__ = [
     "active_attention",
     "among_active",
     "attention",
+    "biased_attention",
+    "block_means",
     "block_selected_attention",
+    "block_summaries",
     "causal_attention",
     "choose_blocks",
     "combiner_attention",
@@ -40,4 +44,5 @@ __all__ = [
     "strided_attention",
     "top_k_attention",
     "window_attention",
+    "windows_attention",
 ]

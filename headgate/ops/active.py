@@ -1,11 +1,13 @@
-"""Attention of a decoding step for some of its heads: what the gates have closed is not computed.
+"""Attention of a decoding step for some of its heads, which leaves out what the gates have closed; and
+attention with a window for each key head, which is one call of a kernel when few tokens are decoded.
 
 Shapes: q (B,H,1,D), the newest token of each row; k, v (B,G,Tk,D); active (B,H), the heads to compute. The
 others get an output of 0 and a log-sum-exp of -inf, as attention over no keys would.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -14,10 +16,63 @@ from headgate.errors import HeadgateError
 from headgate.ops import reference
 from headgate.ops.dispatch import Op, check
 from headgate.ops.span import native
-from headgate.ops.span.op import check_ring, span_attention
+from headgate.ops.span.op import attention, check_ring, span_attention
 from headgate.ops.span.options import Span
 
 ACTIVE = Op("active_attention")
+BY_HEAD = Op("windows_attention")
+FEW = 4
+"""Up to so many queries the C++ kernel takes a window for each key head."""
+
+
+def windows_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    windows: Sequence[int],
+    span: Span = Span(),  # noqa: B008 - a tuple
+    *,
+    backend: str = "auto",
+) -> Tensor:
+    """`attention` with a window for each key head in place of the span's: the output (B,H,Tq,D)."""
+    check(q, k, v)
+    for window in windows:
+        span._replace(window=window).check()
+    if len(windows) != k.shape[1]:
+        raise HeadgateError(
+            f"{len(windows)} windows were given for {k.shape[1]} key heads; give one for each"
+        )
+    result: Tensor = BY_HEAD(backend, q, k, v, windows, span)
+    return result
+
+
+def _refuse_native(q: Tensor, k: Tensor, v: Tensor, windows: Sequence[int], span: Span) -> str | None:
+    if q.shape[2] > FEW or (torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))):
+        return f"it takes a window for each head for up to {FEW} queries, without a gradient"
+    return "it cannot be traced" if torch.compiler.is_compiling() else native.refuse(q)
+
+
+@BY_HEAD.path("native", refuse=_refuse_native)
+def _windows_native(q: Tensor, k: Tensor, v: Tensor, windows: Sequence[int], span: Span) -> Tensor:
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:3])
+    numbers = span._replace(window=max(windows)).numbers()
+    native.forward(q, k, v, None, None, None, numbers, out, lse, windows=windows)
+    return out
+
+
+@BY_HEAD.path("torch")
+def _windows_torch(q: Tensor, k: Tensor, v: Tensor, windows: Sequence[int], span: Span) -> Tensor:
+    """One attention for the neighbouring heads of each window, by whichever path it takes."""
+    share, parts, first = q.shape[1] // k.shape[1], [], 0
+    for window, run in groupby(windows):
+        end = first + len(list(run))
+        heads, groups = slice(first * share, end * share), slice(first, end)
+        parts.append(attention(q[:, heads], k[:, groups], v[:, groups], span._replace(window=window)))
+        first = end
+    return torch.cat(parts, 1)
+
+
+BY_HEAD.path("reference")(_windows_torch)
 
 
 def active_attention(
@@ -88,7 +143,7 @@ def _native(
     q: Tensor, k: Tensor, v: Tensor, active: Tensor, span: Span, ring_log_weight: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3])
-    native.forward(q, k, v, ring_log_weight, span.numbers(), out, lse, active.contiguous())
+    native.forward(q, k, v, ring_log_weight, None, None, span.numbers(), out, lse, active.contiguous())
     return out, lse
 
 

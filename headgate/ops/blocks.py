@@ -82,20 +82,27 @@ def choose_blocks(
     scale: float = 1.0,
     top_k: int | None = None,
     by: Literal["product", "weight"] = "product",
+    means: Tensor | None = None,
 ) -> Tensor:
     """The blocks each query attends to beside its own, best first: (B,H,Tq,S), -1 for none.
 
     By the rule of `scale`, or `top_k` of them wherever there are as many. Blocks are ranked by q . mean(keys)
     for each head; or, by weight, all heads of a group choose alike: by their attention over the blocks' mean
     keys, summed, the sequence's first block being chosen always. Ties go to the later block.
+    `means`: what `block_means(k, block)` gives, if it is known already.
     """
     with torch.autocast(q.device.type, enabled=False):
-        return _choose(q.to(accumulator(q)), k.to(accumulator(q)), block, scale, top_k, by == "weight")
+        wide = accumulator(q)
+        if means is None:
+            means = block_means(k.to(wide), block)
+        return _choose(q.to(wide), k, means.to(wide), block, scale, top_k, by == "weight")
 
 
-def _choose(q: Tensor, k: Tensor, block: int, scale: float, top_k: int | None, by_weight: bool) -> Tensor:
+def _choose(
+    q: Tensor, k: Tensor, means: Tensor, block: int, scale: float, top_k: int | None, by_weight: bool
+) -> Tensor:
     offset, n = k.shape[2] - q.shape[2], k.shape[2] // block
-    means = block_means(k, block).flip(2)  # later first: argmax takes the first
+    means = means.flip(2)  # later first: argmax takes the first
     positions = torch.arange(offset, k.shape[2], device=q.device)
     counts = positions // block
     if top_k is None:

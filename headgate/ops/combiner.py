@@ -3,20 +3,31 @@
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from headgate.errors import HeadgateError
 from headgate.ops import reference
+from headgate.ops.blocks import OwnBlocks
 from headgate.ops.dispatch import Op, check
+from headgate.ops.merge import merged
+from headgate.ops.span.op import attention, span_attention
+from headgate.ops.span.options import Span
 from headgate.ops.tiles import query_tiles, recomputed
 
 COMBINER = Op("combiner_attention")
 
 
-def combiner_attention(q: Tensor, k: Tensor, v: Tensor, *, block: int, backend: str = "auto") -> Tensor:
+def combiner_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    block: int,
+    summarised: tuple[Tensor, Tensor] | None = None,
+    backend: str = "auto",
+) -> Tensor:
     """One softmax over the own block's keys j <= i and the summaries of the blocks before; the keys begin at
-    0.
+    0. `summarised`: what `block_summaries(k, v, block)` gives, if it is known already.
 
     A block's summary key is the elementwise maximum m of its keys; its summary value averages the block's
     values with the weights softmax(m . k_j / sqrt(D)).
@@ -24,11 +35,11 @@ def combiner_attention(q: Tensor, k: Tensor, v: Tensor, *, block: int, backend: 
     check(q, k, v)
     if block < 1:
         raise HeadgateError(f"block={block} is too small; it must be at least 1")
-    result: Tensor = COMBINER(backend, q, k, v, block=block)
+    result: Tensor = COMBINER(backend, q, k, v, block=block, summarised=summarised)
     return result
 
 
-def summaries(k: Tensor, v: Tensor, block: int) -> tuple[Tensor, Tensor]:
+def block_summaries(k: Tensor, v: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """Summary key and value of every complete block: (B,G,blocks,D) each."""
     n = k.shape[2] // block
     k, v = (t[:, :, : n * block].unflatten(2, (n, block)) for t in (k, v))
@@ -38,51 +49,52 @@ def summaries(k: Tensor, v: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 
 @COMBINER.path("torch")
-def _torch(q: Tensor, k: Tensor, v: Tensor, *, block: int) -> Tensor:
-    position = k.shape[2] - q.shape[2]  # of the first query
-    first = position // block  # its block
-    summary_k, summary_v = summaries(k, v, block)
-
-    # Queries and keys from the first query's block on, padded to whole blocks. Padded keys lie behind every
-    # real query of their block, so causality hides them; padded queries are cut off in the end.
-    front, back = position - first * block, -k.shape[2] % block
-    q_blocks = F.pad(q, (0, 0, front, back)).unflatten(2, (-1, block))  # (B,H,n,block,D)
-    k_blocks, v_blocks = (
-        F.pad(t[:, :, first * block :], (0, 0, 0, back)).unflatten(2, (-1, block)) for t in (k, v)
+def _torch(
+    q: Tensor, k: Tensor, v: Tensor, *, block: int, summarised: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """The own block and the summaries are disjoint softmaxes, merged by their log-sum-exps."""
+    summary_k, summary_v = block_summaries(k, v, block) if summarised is None else summarised
+    own = OwnBlocks.of(q, k, block)
+    earlier = (k.shape[2] - 1) // block  # complete blocks before the last query's
+    if q.shape[2] == 1:
+        keys, values = (
+            torch.cat([summary[:, :, :earlier], t[:, :, own.first :]], 2)
+            for summary, t in ((summary_k, k), (summary_v, v))
+        )
+        return attention(q, keys, values, Span())
+    near, near_lse = (
+        own.unbatched(t, q.shape[0], own.front)
+        for t in span_attention(own.queries(q), own.keys(k), own.keys(v))
     )
-    causal = torch.ones(block, block, dtype=torch.bool, device=q.device).tril()
+    # The queries of the first block have no summary to look at.
+    alone = max(0, block - (k.shape[2] - q.shape[2]))
+    if alone >= q.shape[2]:
+        return near
 
-    def tile(q: Tensor, k: Tensor, v: Tensor, far_k: Tensor, far_v: Tensor, before: Tensor) -> Tensor:
-        n = q.shape[2]
-        own = (q @ reference.per_head(q, k).mT / math.sqrt(q.shape[-1])).masked_fill(~causal, -torch.inf)
-        far = q.flatten(2, 3) @ reference.per_head(q, far_k).mT / math.sqrt(q.shape[-1])
-        earlier = (
-            torch.arange(far_k.shape[2], device=q.device) < before + torch.arange(n, device=q.device)[:, None]
-        )
-        far = far.unflatten(2, (n, block)).masked_fill(~earlier[:, None], -torch.inf)
-        weights = torch.cat([own, far], -1).softmax(-1)
-        near = weights[..., :block] @ reference.per_head(q, v)
-        return near + (weights[..., block:].flatten(2, 3) @ reference.per_head(q, far_v)).unflatten(
-            2, (n, block)
-        )
+    def tile(q: Tensor, k: Tensor, v: Tensor, near: Tensor, near_lse: Tensor, first: Tensor) -> Tensor:
+        of_query = (first + torch.arange(q.shape[2], device=q.device)) // block
+        hidden = torch.arange(k.shape[2], device=q.device) >= of_query[:, None]
+        grouped = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)
+        scores = (grouped @ k.mT).unflatten(2, (-1, q.shape[2])) / math.sqrt(q.shape[-1])  # (B,G,R,n,blocks)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        lse = scores.logsumexp(-1, keepdim=True)
+        far = ((scores - lse).exp().flatten(2, 3) @ v).unflatten(2, (-1, q.shape[2])).flatten(1, 2)
+        return merged(near, near_lse, far, lse.squeeze(-1).flatten(1, 2))
 
-    parts = []
-    row = q.shape[0] * q.shape[1] * block * (block + summary_k.shape[2])
-    for a, b in query_tiles(q_blocks.shape[2], row, most=max(1, 256 // block)):
-        far = slice(0, first + b - 1)
+    parts = [near[:, :, :alone]]
+    offset = k.shape[2] - q.shape[2]
+    for a, b in query_tiles(q.shape[2] - alone, q.shape[0] * q.shape[1] * earlier, most=1 << 20):
+        at, far = slice(alone + a, alone + b), slice(0, (offset + alone + b - 1) // block)
+        first = torch.tensor(offset + alone + a, device=q.device)
+        tensors = q[:, :, at], summary_k[:, :, far], summary_v[:, :, far], near[:, :, at], near_lse[:, :, at]
         parts.append(
-            recomputed(
-                tile,
-                q_blocks[:, :, a:b],
-                k_blocks[:, :, a:b],
-                v_blocks[:, :, a:b],
-                summary_k[:, :, far],
-                summary_v[:, :, far],
-                torch.tensor(first + a, device=q.device),
-            )
+            recomputed(tile, *tensors, first) if b < q.shape[2] - alone or a else tile(*tensors, first)
         )
-    out = torch.cat(parts, 2).flatten(2, 3)
-    return out[:, :, front : front + q.shape[2]]
+    return torch.cat(parts, 2)
 
 
-COMBINER.path("reference")(reference.combiner_attention)
+@COMBINER.path("reference")
+def _reference(
+    q: Tensor, k: Tensor, v: Tensor, *, block: int, summarised: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    return reference.combiner_attention(q, k, v, block=block)

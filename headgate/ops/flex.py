@@ -3,10 +3,10 @@
 What a query sees is said twice: pair by pair, and block by block from the same bounds, so that FlexAttention
 skips the blocks nobody sees and asks for no pair in those that are seen whole. Masks of spans are kept.
 
-Only masks are used, no score functions. A ring is a second attention over the ring's keys, merged by the
-log-sum-exps: FlexAttention would add the gradient of a captured log-weight pair by pair with atomics, which
-is slow and does not repeat, and its gradients were NaN where a score function met a length that is no
-multiple of 128 (pytorch issue 153799).
+Only a bias per key takes a score function. A ring is a second attention over the ring's keys, merged by the
+log-sum-exps: FlexAttention adds the gradient of a captured log-weight pair by pair with atomics, which is
+slow and does not repeat. Its gradients were NaN where a score function met a length that is no multiple of
+128 (pytorch issue 153799), so with a bias to be differentiated lengths are padded.
 
 Shapes: q (B,H,Tq,D); k, v (B,G,Tk,D). Here all positions count from the first key given, so `start` is 0.
 """
@@ -18,6 +18,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
@@ -112,15 +113,29 @@ def span_attention(
     v: Tensor,
     span: Span,
     *,
-    ring_log_weight: Tensor | None,
+    ring_log_weight: Tensor | None = None,
+    key_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    if key_bias is not None and torch.is_grad_enabled() and k.shape[2] % BLOCK:
+        # What is appended lies behind every query that counts.
+        more, queries = -k.shape[2] % BLOCK, q.shape[2]
+        q, k, v = (F.pad(t, (0, 0, 0, more)) for t in (q, k, v))
+        if ring_log_weight is not None:
+            ring_log_weight = F.pad(ring_log_weight, (0, more))
+        out, lse = span_attention(
+            q, k, v, span, ring_log_weight=ring_log_weight, key_bias=F.pad(key_bias, (0, more))
+        )
+        return out[:, :, :queries], lse[:, :, :queries]
     queries, keys = q.shape[2], k.shape[2]
+    bias = None if key_bias is None else KeyBias(key_bias, keys - queries)
     prefix, pinned = max(0, span.dense_prefix - span.start), max(0, span.pinned - span.start)
     farthest = keys if span.window is None else min(span.window, keys)
-    near, near_lse = _attend(q, k, v, _mask_of(q, SeenPairs(queries, keys, 0, farthest, prefix, pinned)))
+    seen = SeenPairs(queries, keys, 0, farthest, prefix, pinned)
+    near, near_lse = _attend(q, k, v, _mask_of(q, seen), bias)
     if ring_log_weight is None:
         return near, near_lse
-    far, far_lse = _attend(q, k, v, _mask_of(q, SeenPairs(queries, keys, farthest + 1, min(span.ring, keys))))
+    seen = SeenPairs(queries, keys, farthest + 1, min(span.ring, keys))
+    far, far_lse = _attend(q, k, v, _mask_of(q, seen), bias)
     far_lse = far_lse + ring_log_weight.to(far_lse.dtype)
     return merged(near, near_lse, far, far_lse), torch.logaddexp(near_lse, far_lse)
 
@@ -152,12 +167,31 @@ def selected_mask(q: Tensor, k: Tensor, chosen: Tensor, block: int) -> BlockMask
         column = marked * block // BLOCK + piece
         reached = (marked >= 0) & (column * BLOCK < (marked + 1) * block) & (column * BLOCK <= i)
         column = torch.where(reached, column, columns)
-        column = torch.nn.functional.pad(column, (0, 0, 0, rows * BLOCK - queries), value=columns)
+        column = F.pad(column, (0, 0, 0, rows * BLOCK - queries), value=columns)
         some = some.scatter(3, column.unflatten(2, (rows, BLOCK)).flatten(3).long(), True)
     return _block_mask(some[..., :columns], None, seen, queries, keys)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> tuple[Tensor, Tensor]:
+class KeyBias:
+    """A bias per key (B,H,Tk), of which only the difference to that of the query's own key enters a score: a
+    running sum may then be large."""
+
+    def __init__(self, bias: Tensor, offset: int) -> None:
+        self.bias = bias.to(torch.promote_types(bias.dtype, torch.float32))
+        self.own = self.bias[:, :, offset:]
+
+    def scores(self) -> Callable[..., Tensor]:
+        bias, own = self.bias, self.own
+
+        def biased(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return score + (bias[b, h, key] - own[b, h, query])
+
+        return biased
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, bias: KeyBias | None = None
+) -> tuple[Tensor, Tensor]:
     # Inside somebody's torch.compile the call is traced with the rest; outside, FlexAttention by itself would
     # compute all pairs.
     attend = flex_attention if torch.compiler.is_compiling() else _compiled()
@@ -165,11 +199,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> tuple[Tensor, T
         q,
         k,
         v,
+        score_mod=None if bias is None else bias.scores(),
         block_mask=mask,
         enable_gqa=q.shape[1] != k.shape[1],
         return_aux=AuxRequest(lse=True),
     )
-    return out, extra.lse
+    return out, extra.lse if bias is None else extra.lse + bias.own
 
 
 @lru_cache(maxsize=1)

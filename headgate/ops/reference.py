@@ -53,14 +53,24 @@ def span_attention(
     span: Span = Span(),  # noqa: B008 - a tuple
     *,
     ring_log_weight: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    distance_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     i, j = positions(q, k, span.start)
     scores, allowed = logits(q, k), in_span(i, j, span)
+    own_bias = None
+    if key_bias is not None:
+        # A running sum as bias may be large; of its differences alone nothing is lost to rounding.
+        own_bias = key_bias[:, :, k.shape[2] - q.shape[2] :]
+        scores = scores + (key_bias[:, :, None] - own_bias[..., None])
+    if distance_bias is not None:
+        scores = scores + distance_bias[:, (i - j).clamp(min=0)]
     if ring_log_weight is not None:
         ring = in_ring(i, j, span)
         scores = scores + torch.where(ring, ring_log_weight[..., None], 0.0)
         allowed = allowed | ring
-    return attend(scores, allowed, q, v)
+    out, lse = attend(scores, allowed, q, v)
+    return out, lse if own_bias is None else lse + own_bias
 
 
 def strided_attention(q: Tensor, k: Tensor, v: Tensor, *, window: int, stride: int) -> Tensor:
@@ -90,11 +100,6 @@ def pair_gated_attention(
     gate, scores = pair_gate(query_half, key_half, w2, b2), logits(q, k)
     scores = scores * gate.sigmoid() if form == "multiply" else scores + F.logsigmoid(gate)
     return attend(scores, in_span(i, j, Span(window)), q, v)[0]
-
-
-def distance_biased_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    i, j = positions(q, k)
-    return attend(logits(q, k) + bias[:, (i - j).clamp(min=0)], j <= i, q, v)[0]
 
 
 def top_count(i: Tensor, scale: float) -> Tensor:

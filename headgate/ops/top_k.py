@@ -1,11 +1,13 @@
 """Attention over the k_i keys with the highest logits, exactly; ties go to the later key.
 
-The choice looks at every logit, in tiles of queries; what is kept of it is k_i weights and their keys for
-each query. With them the backward pass is matrix products, without choosing again.
+The choice looks at every logit, in tiles of queries. In plain PyTorch what is kept of it is k_i weights and
+their keys for each query; with them the backward pass is matrix products, without choosing again. The C++
+path keeps each query's last choice alone and computes the logits again.
 
 Shapes: q (B,H,Tq,D); k, v (B,G,Tk,D); weights and keys of the choice (B,H,Tq,S), with S the largest k_i.
 """
 
+import ctypes
 import math
 from typing import Any
 
@@ -14,7 +16,10 @@ from torch import Tensor
 
 from headgate.ops import reference
 from headgate.ops.dispatch import Op, check
+from headgate.ops.native import library
 from headgate.ops.registration import refuse_gradient, register, register_gradient
+from headgate.ops.span import native
+from headgate.ops.span.options import Span
 from headgate.ops.span.tiled import accumulator
 from headgate.ops.tiles import query_tiles
 
@@ -41,6 +46,75 @@ def highest(scores: Tensor, allowed: Tensor, count: Tensor) -> Tensor:
     room = count - above.sum(-1, keepdim=True)
     later = equal.flip(-1).cumsum(-1, dtype=torch.int32).flip(-1)  # how many equals stand at or after each
     return above | (equal & (later <= room))
+
+
+FEW = 4
+"""Up to so many queries, which fill no tile of the kernel, matrix products are faster."""
+
+
+class TopKCall(ctypes.Structure):
+    """TopKCall in top_k.cpp."""
+
+    _fields_ = [("span", native.SpanCall), ("counts", ctypes.c_void_p), ("borders", ctypes.c_void_p)]
+
+
+def _refuse_native(q: Tensor, *args: Any, **options: Any) -> str | None:
+    return f"{q.shape[2]} queries fill no tile" if q.shape[2] <= FEW else native.refuse(q)
+
+
+@TOP_K.path("native", refuse=_refuse_native)
+def _native(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
+    out: Tensor = _attend_native(q, k, v, scale)[0]
+    return out
+
+
+def _native_results(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, ...]:
+    b, h, t, d = q.shape
+    out, lse = q.new_empty((b, t, h, d)).transpose(1, 2), q.new_empty((b, h, t))
+    return out, lse, q.new_empty((b, h, t), dtype=torch.int64)
+
+
+def _new_call(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, borders: Tensor, counts: Tensor) -> TopKCall:
+    span = native.new_call(q, k, Span().numbers())
+    span.q, span.k, span.v, span.lse = native.view(q), native.view(k), native.view(v), lse.data_ptr()
+    return TopKCall(span, counts.data_ptr(), borders.data_ptr())
+
+
+def _counts(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """How many keys each query chooses: (Tq)."""
+    i = torch.arange(k.shape[2] - q.shape[2], k.shape[2])
+    return torch.minimum(reference.top_count(i, scale), i + 1).int()
+
+
+def _native_forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor, lse: Tensor, borders: Tensor
+) -> None:
+    q, k, v, counts = native.rows(q), native.rows(k), native.rows(v), _counts(q, k, scale)
+    call = _new_call(q, k, v, lse, borders, counts)
+    call.span.out = native.view(out)
+    library.library().headgate_top_k_forward(ctypes.byref(call))
+
+
+def _native_backward(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    borders: Tensor,
+    scale: float,
+    d_q: Tensor,
+    d_k: Tensor,
+    d_v: Tensor,
+) -> None:
+    d_out, q, k, v, out = map(native.rows, (d_out, q, k, v, out))
+    counts = _counts(q, k, scale)
+    call = _new_call(q, k, v, lse, borders, counts)
+    span = call.span
+    span.out, span.d_out = native.view(out), native.view(d_out)
+    span.d_q, span.d_k, span.d_v = native.view(d_q), native.view(d_k), native.view(d_v)
+    library.library().headgate_top_k_backward(ctypes.byref(call))
 
 
 @TOP_K.path("torch")
@@ -185,4 +259,31 @@ _attend_backward = register(
 )
 register_gradient("top_k", _setup, _gradients)
 refuse_gradient("top_k_backward")
+
+
+def _native_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _native_gradients(ctx: Any, d_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    return *_attend_native_backward(d_out, *ctx.saved_tensors, ctx.scale), None
+
+
+_attend_native = register(
+    "top_k_native",
+    "(Tensor q, Tensor k, Tensor v, float scale) -> (Tensor, Tensor, Tensor)",
+    _native_results,
+    _native_forward,
+)
+_attend_native_backward = register(
+    "top_k_native_backward",
+    "(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor borders, float scale)"
+    " -> (Tensor, Tensor, Tensor)",
+    _gradient_results,
+    _native_backward,
+)
+register_gradient("top_k_native", _native_setup, _native_gradients)
+refuse_gradient("top_k_native_backward")
 TOP_K.path("reference")(reference.top_k_attention)

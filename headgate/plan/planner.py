@@ -126,8 +126,8 @@ class Planner:
     def __init__(self, config: Config, device: Device, count: int, price: float | None = None) -> None:
         if count < 1:
             raise HeadgateError(f"count={count} is too small; it must be at least 1")
-        if price is not None and not price >= 0:
-            raise HeadgateError(f"price={price} is negative; give the price of one device for an hour")
+        if price is not None and not 0 <= price < float("inf"):
+            raise HeadgateError(f"price={price} is no price; give that of one device for an hour")
         if device.name == CPU and count > 1:
             raise HeadgateError(f"count={count} of this machine cannot be measured; plan for one")
         train = config.train

@@ -164,6 +164,8 @@ def plan_words(
     if contexts and not table:
         raise HeadgateError("--contexts needs --table; add it, or give --context for one plan")
     if threads is not None:
+        if device != "cpu":
+            raise HeadgateError(f"--threads {threads} is for the cpu, and --device is {device}; leave it out")
         torch.set_num_threads(threads)
     asked = config.override(named_config(recipe), overrides)
     asked = with_batch(asked, context=context, batch=batch)

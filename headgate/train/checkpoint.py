@@ -4,32 +4,32 @@
     training.safetensors   the optimiser's two averages and step count of every weight
     state.json             where the run stands: step, tokens, loader, best evaluation, clocks and counts
 
-What is seen under its final name is whole. The tensors are whole ones whatever number of processes wrote
-them, so any number can go on from them. The schedule and the random state are functions of the step alone and
-need no place here. Nothing is pickled.
+What is seen under its final name is whole. Every file carries a digest, and state.json those of the other two
+and of the metrics up to its step, so that damage is noticed; training then goes back to the one before.
+The tensors are whole ones whatever number of processes wrote them, so any number can go on from them. The
+schedule and the random state are functions of the step alone and need no place here. Nothing is pickled.
 """
 
-import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from headgate import config
-from headgate.config import to_dict
+from headgate import config, files
+from headgate.config import Config
 from headgate.errors import HeadgateError
-from headgate.model.decoder import Decoder
+from headgate.model.decoder import Decoder, header_of
+from headgate.model.tensors import Damaged, read_tensors, verify, write_tensors
 from headgate.train.distributed import World, fill, whole
 from headgate.train.folder import RunFolder
 from headgate.train.optim import Optimizer
 
 INIT_REMEDY = "leave the model's settings as they are, or change them first with headgate convert --mechanism"
+MODEL, TRAINING = "model.safetensors", "training.safetensors"
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,17 @@ class State:
     """How often each kernel path has run."""
     threads: int = 0
     processes: int = 1
+    digests: Mapping[str, Any] = field(default_factory=dict)
+    """Of the checkpoint's other files."""
+    metrics_bytes: int | None = None
+    """How long metrics.jsonl was at this step."""
+    metrics_digest: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """What it was trained with."""
+
+
+LATER = {"digests", "metrics_bytes", "metrics_digest", "config"}
+"""What checkpoints of version 0.1 lack."""
 
 
 def folder_name(step: int) -> str:
@@ -73,7 +84,7 @@ def find(run: RunFolder, which: str = "last") -> Path:
         step = read_state(run.checkpoints / folder_name(steps[-1])).best_step
         step = steps[-1] if step is None else step
     elif which != "last":
-        step = int(which) if which.isdecimal() else None
+        step = int(which) if which.isdecimal() and len(which) < 19 else None
     if step not in steps:
         raise HeadgateError(
             f"{str(run.path)!r} has no checkpoint {which!r}; expected last, best or one of the steps "
@@ -83,7 +94,80 @@ def find(run: RunFolder, which: str = "last") -> Path:
 
 
 def read_state(folder: Path) -> State:
-    return config.load(State, folder / "state.json")
+    """The state of a checkpoint, which must be whole and that of its folder."""
+    path = folder / "state.json"
+    values = files.unsealed(files.read_json(path), path)
+    missing = sorted({f.name for f in fields(State)} - LATER - values.keys())
+    if missing:
+        raise HeadgateError(f"{str(path)!r} is damaged: it has no {missing[0]!r}")
+    try:
+        state = config.from_dict(State, values)
+    except HeadgateError as error:
+        raise HeadgateError(f"{str(path)!r} is damaged: {error}") from error
+    if folder.name.startswith("step-") and folder.name != folder_name(state.step):
+        raise HeadgateError(f"{str(path)!r} is damaged: it is of step {state.step}, not that of its folder")
+    return state
+
+
+def refuse_other_settings(state: State, settings: Config, run: RunFolder) -> None:
+    """Raise if config.json is no longer what the checkpoint was trained with."""
+    if state.config and config.from_dict(Config, state.config) != settings:
+        raise HeadgateError(
+            f"{str(run.path / 'config.json')!r} is damaged: it is not what the checkpoints were trained with"
+        )
+
+
+def latest(run: RunFolder, asked: Config) -> tuple[State, Path | None, list[str]]:
+    """The latest checkpoint that is whole, and a sentence about each later one that was damaged.
+
+    A damaged one is set aside under another name, since its step will be saved again.
+    """
+    damage: list[str] = []
+    for step in reversed(saved_steps(run)):
+        folder = run.checkpoints / folder_name(step)
+        found = files.kind(folder, follow=False)
+        if found != "a folder":
+            raise HeadgateError(f"{str(folder)!r} is {found}; put the checkpoint's folder itself there")
+        try:
+            state = _whole_state(run, folder, asked)
+        except Damaged as error:
+            damage.append(str(error))
+            continue
+        refuse_other_settings(state, asked, run)
+        for later in [s for s in saved_steps(run) if s > step]:
+            aside = run.checkpoints / f"damaged-{later:08d}"
+            _remove(aside)
+            (run.checkpoints / folder_name(later)).rename(aside)
+        return state, folder, damage
+    if damage:
+        raise HeadgateError(
+            f"{damage[0]}; there is no earlier checkpoint to go back to: bring back a copy, or delete "
+            f"{str(run.path)!r} and begin again"
+        )
+    return State(), None, damage
+
+
+def _whole_state(run: RunFolder, folder: Path, asked: Config) -> State:
+    try:
+        state = read_state(folder)
+        each = asked.train.batch_size * asked.train.accumulation
+        samples = (state.loader or {}).get("samples")
+        if (state.tokens, samples) != (state.step * each * asked.train.context, state.step * each):
+            raise HeadgateError(
+                f"{str(folder / 'state.json')!r} is damaged: {state.tokens} tokens and {samples} samples are "
+                f"not those of {state.step} steps"
+            )
+        if state.digests and set(state.digests) != {MODEL, TRAINING}:
+            raise HeadgateError(f"{str(folder / 'state.json')!r} is damaged: it lacks a file's digest")
+        for name in (MODEL, TRAINING):
+            verify(folder / name, state.digests.get(name))
+        if state.metrics_bytes is not None:
+            run.check_metrics(state.metrics_bytes, state.metrics_digest)
+    except HeadgateError as error:
+        if isinstance(error.__cause__, PermissionError):
+            raise
+        raise Damaged(str(error)) from error
+    return state
 
 
 def save(
@@ -109,27 +193,28 @@ def _write(
     final = run.checkpoints / folder_name(state.step)
     temporary = run.checkpoints / f".{final.name}.tmp"
     try:
-        run.sync_metrics()  # what the checkpoint takes as told must outlast it
-        temporary.mkdir(parents=True)
-        header = {"format": "pt", "headgate": json.dumps(to_dict(decoder.config))}
-        save_file(weights, temporary / "model.safetensors", metadata=header)
-        save_file(averages, temporary / "training.safetensors")
-        config.save(state, temporary / "state.json")
-        for path in (*temporary.iterdir(), temporary):
-            _flush(path)
+        size, digest = run.sync_metrics()  # lines that a checkpoint counts on must outlast it
+        files.own_folder(run.checkpoints)
+        temporary.mkdir()
+        digests = {
+            MODEL: write_tensors(temporary / MODEL, weights, header_of(decoder.config)),
+            TRAINING: write_tensors(temporary / TRAINING, averages),
+        }
+        told = config.to_dict(state) | {"digests": digests, "metrics_bytes": size, "metrics_digest": digest}
+        files.write_json(temporary / "state.json", files.sealed(told))
+        _flush(temporary)
         temporary.rename(final)
         _flush(run.checkpoints)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         steps = saved_steps(run)
         left = (
             f"the checkpoint of step {steps[-1]} is intact, and the same command goes on from it"
             if steps
             else "there is no earlier checkpoint"
         )
-        reason = error.strerror if isinstance(error, OSError) else str(error)
         raise HeadgateError(
-            f"the checkpoint of step {state.step} cannot be written to {str(run.checkpoints)!r}: {reason}; "
-            f"{left}"
+            f"the checkpoint of step {state.step} cannot be written to {str(run.checkpoints)!r}: "
+            f"{error.strerror}; {left}"
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -147,10 +232,11 @@ def _drop(run: RunFolder, state: State, keep: int) -> None:
 
 
 def restore(folder: Path | None, decoder: Decoder, optimizer: Optimizer, world: World) -> None:
-    """Fill the weights and the optimiser from the checkpoint that rank 0 gives; every rank must call it."""
+    """Fill the weights and the optimiser from the checkpoint that rank 0 gives, which `latest` has verified;
+    every rank must call it."""
     remedy = "delete its folder to go on from the checkpoint before"
-    _fill(folder and folder / "model.safetensors", decoder.state_dict(), world, remedy)
-    _fill(folder and folder / "training.safetensors", _training_tensors(decoder, optimizer), world, remedy)
+    _fill(folder and folder / MODEL, decoder.state_dict(), world, remedy, verified=True)
+    _fill(folder and folder / TRAINING, _training_tensors(decoder, optimizer), world, remedy, verified=True)
 
 
 def begin_with(file: Path | None, decoder: Decoder, world: World) -> None:
@@ -163,21 +249,21 @@ def check_init(file: Path, decoder: Decoder) -> None:
     _read(file, decoder.state_dict(), INIT_REMEDY)
 
 
-def _fill(file: Path | None, targets: Mapping[str, Tensor], world: World, remedy: str) -> None:
+def _fill(
+    file: Path | None, targets: Mapping[str, Tensor], world: World, remedy: str, *, verified: bool = False
+) -> None:
     tensors: Mapping[str, Tensor | None] = dict.fromkeys(targets)
     if world.is_first:
         assert file is not None
-        tensors = _read(file, targets, remedy)
+        tensors = _read(file, targets, remedy, verified=verified)
     for key, target in targets.items():
         fill(target, tensors[key], world)
 
 
-def _read(path: Path, targets: Mapping[str, Tensor], remedy: str) -> dict[str, Tensor]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise HeadgateError(f"{str(path)!r} cannot be read ({error}); {remedy}") from error
+def _read(
+    path: Path, targets: Mapping[str, Tensor], remedy: str, *, verified: bool = False
+) -> dict[str, Tensor]:
+    tensors = read_tensors(path, verified=verified)
     for name in sorted(targets.keys() | tensors.keys()):
         given = tuple(tensors[name].shape) if name in tensors else "missing"
         expected = tuple(targets[name].shape) if name in targets else "nothing of that name"
@@ -196,8 +282,18 @@ def _training_tensors(decoder: Decoder, optimizer: Optimizer) -> dict[str, Tenso
     }
 
 
+def _remove(path: Path) -> None:
+    """Whatever stands at the path; of a link, the link alone."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.is_dir():
+        shutil.rmtree(path)
+
+
 def _flush(path: Path) -> None:
-    """Bring a file or the entries of a folder to the disk."""
+    """Bring the entries of a folder to the disk; Windows does so by itself."""
+    if os.name == "nt":
+        return
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

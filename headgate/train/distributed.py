@@ -103,6 +103,13 @@ def join(device: str | None) -> Iterator[World]:
     if "RANK" not in os.environ:
         yield World(0, 1, chosen)
         return
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        value = os.environ.get(name, "")
+        if not value if name == "MASTER_ADDR" else not value.isdecimal():
+            raise HeadgateError(
+                f"RANK={os.environ['RANK']} is set, as torchrun sets it, but {name} is {value!r}; start the "
+                "job with torchrun, or unset RANK"
+            )
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     backend = "nccl" if chosen.type == "cuda" else "gloo"
@@ -160,4 +167,8 @@ def _device(name: str | None) -> torch.device:
         raise HeadgateError(f"device={name!r} is not a device; expected such as cpu or cuda") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise HeadgateError(f"device={name!r} is not available: PyTorch finds no GPU here; use cpu")
+    try:
+        torch.empty(1, device=device).item()
+    except Exception as error:  # each backend fails with an exception of its own
+        raise HeadgateError(f"device={name!r} is not available here; use cpu") from error
     return device

@@ -15,7 +15,7 @@ from torch import Tensor
 from headgate.config import Config
 from headgate.data.loader import IGNORED, Windows
 from headgate.data.recall import distances
-from headgate.data.shards import open_split, read_manifest
+from headgate.data.shards import check_range, open_split, read_manifest, sha256
 from headgate.errors import HeadgateError
 from headgate.files import finite
 from headgate.mechanisms.contract import probe
@@ -203,17 +203,34 @@ def open_run(
     context: int | None = None,
 ) -> OpenedRun:
     """A checkpoint of a run folder (`which`: last, best or a step) and a split of the data it was trained
-    on, in sequences as long as in training unless `context` says otherwise."""
+    on, or of any other data in its tokens, in sequences as long as in training unless `context` says
+    otherwise."""
     settings, record = read_config(run), read_data(run)
     folder = checkpoint.find(RunFolder(run), which)
-    source = record.folder if data is None else data
-    trained_on = [open_split(source, name, verify=False) for name in ("train", "val")]
-    if describe_data(source, *trained_on).fingerprint != record.fingerprint:
-        raise HeadgateError(
-            f"{str(source)!r} is not the data that {str(run)!r} was trained on; give that with --data"
-        )
+    checkpoint.refuse_other_settings(checkpoint.read_state(folder), settings, RunFolder(run))
+    if data is None:
+        trained_on = [open_split(record.folder, name, verify=False) for name in ("train", "val")]
+        if describe_data(record.folder, *trained_on).fingerprint != record.fingerprint:
+            raise HeadgateError(
+                f"{record.folder!r} is no longer the data that {str(run)!r} was trained on; say with --data "
+                "where that is now, or which other to take"
+            )
+    else:
+        _refuse_other_tokens(Path(run), data)
     length = settings.train.context if context is None else context
-    return OpenedRun(settings, folder, Windows(open_split(source, split), length))
+    chosen = open_split(record.folder if data is None else data, split)
+    check_range(settings.model.vocab_size, chosen)
+    return OpenedRun(settings, folder, Windows(chosen, length))
+
+
+def _refuse_other_tokens(run: Path, data: str | os.PathLike[str]) -> None:
+    """Raise if the data was prepared with another tokenizer than the run's: its tokens mean other words."""
+    manifest, own = read_manifest(data), run / "tokenizer.json"
+    if manifest is not None and own.is_file() and manifest.tokenizer.sha256 != sha256(own):
+        raise HeadgateError(
+            f"{str(data)!r} was prepared with another tokenizer than {str(run)!r}; prepare it with "
+            f"--tokenizer {own}"
+        )
 
 
 def evaluate_run(
@@ -242,8 +259,10 @@ def evaluate_run(
                 f"{str(run)!r} is a model and no run, so it has no data and context of its own; give --data "
                 "and --context"
             )
-        windows = Windows(open_split(data, split), context)
         _check_vocabulary(folder, data)
+        opened_split = open_split(data, split)
+        check_range(header_config(folder).vocab_size, opened_split)
+        windows = Windows(opened_split, context)
     with join(device) as world:
         decoder = load(folder).to(world.device)
         result = evaluate(

@@ -10,24 +10,33 @@ summary.json     at the end
 """
 
 import hashlib
+import io
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+import xxhash
 
 from headgate import config, files
 from headgate.config import Config
 from headgate.data.loader import Windows
-from headgate.data.shards import Split, read_manifest
+from headgate.data.shards import Split, check_range, read_manifest
 from headgate.errors import HeadgateError
 from headgate.mechanisms.contract import require_registered
 from headgate.model.decoder import model_file
 
 WALL_CLOCK = ("seconds", "tokens_per_second", "memory_peak")
 """The fields of a metrics line that the machine decides; all others come out the same in every run."""
+SMALL = ("config.json", "data.json", "init.json", "tokenizer.json")
+"""What a run writes as it begins."""
+LEFTOVER = re.compile(r"\.(step-\d{8}|[a-z]+\.json\.\d+)\.tmp")
+"""What a killed process was writing."""
 
 
 @dataclass(frozen=True)
@@ -83,29 +92,33 @@ def check_fit(asked: Config, record: DataRecord, *splits: Split) -> None:
             f"model.vocab_size={asked.model.vocab_size} is too small for the data, whose tokenizer has "
             f"{record.vocab_size} entries; add model.vocab_size={record.vocab_size}"
         )
+    check_range(asked.model.vocab_size, *splits)
     for split in splits:
         Windows(split, asked.train.context)
 
 
 class RunFolder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = files.named(path, "the run folder")
         self.checkpoints = self.path / "checkpoints"
         self.summary = self.path / "summary.json"
-        self._metrics: IO[bytes] | None = None
+        self._metrics: io.FileIO | None = None
+        self._metrics_bytes, self._metrics_digest = 0, xxhash.xxh3_128()
+
+    @property
+    def begun(self) -> bool:
+        return (self.path / "config.json").is_file()
 
     def refuse_strangers(self) -> None:
         """Raise if the path is taken by something that is no run; nothing is touched."""
-        if self.path.exists() and not self.path.is_dir():
-            raise HeadgateError(f"{str(self.path)!r} is a file; expected a folder to write the run to")
-        if not self.path.is_dir() or (self.path / "config.json").is_file():
+        found = files.kind(self.path)
+        if found not in ("missing", "a folder"):
+            raise HeadgateError(
+                f"{str(self.path)!r} is {found or 'a file'}; expected a folder to write the run to"
+            )
+        if found == "missing" or self.begun:
             return
-        ours = {
-            "data.json",
-            "init.json",
-            "tokenizer.json",
-            "checkpoints",
-        }  # of a run that was killed as it began
+        ours = {*SMALL, "checkpoints", "metrics.jsonl"}  # of a run that was killed as it began
         strangers = sorted(p.name for p in self.path.iterdir() if p.name[0] != "." and p.name not in ours)
         if strangers:
             raise HeadgateError(
@@ -115,21 +128,30 @@ class RunFolder:
 
     def claim(self, asked: Config, data: DataRecord, init: InitRecord | None = None) -> None:
         """Make the folder this run's own, or refuse when it is another's."""
-        if (self.path / "config.json").is_file():
-            self._refuse_another(asked, data)
-            self._refuse_another_init(init)
+        if self.begun:
+            self.refuse_another(asked, data, init)
+            files.own_folder(self.checkpoints)
             return
         self.path.mkdir(parents=True, exist_ok=True)
-        self.checkpoints.mkdir(exist_ok=True)
+        files.own_folder(self.checkpoints)
         tokenizer = Path(data.folder) / "tokenizer.json"
         if tokenizer.is_file():
-            files.write_text(self.path / "tokenizer.json", tokenizer.read_text(encoding="utf-8"))
+            files.write_text(self.path / "tokenizer.json", files.read_text(tokenizer))
         config.save(data, self.path / "data.json")
         if init is not None:
             config.save(init, self.path / "init.json")
         config.save(asked, self.path / "config.json")  # last: a folder that has it is whole
 
-    def _refuse_another(self, asked: Config, data: DataRecord) -> None:
+    def forget(self) -> None:
+        """Take back what `claim` wrote, for a run that could not begin."""
+        self.close()
+        for name in (*SMALL, "metrics.jsonl"):
+            (self.path / name).unlink(missing_ok=True)
+        with suppress(OSError):
+            self.checkpoints.rmdir()
+
+    def refuse_another(self, asked: Config, data: DataRecord, init: InitRecord | None) -> None:
+        """Raise if the folder holds a run with other settings, data or first weights; nothing is touched."""
         begun, of = read_config(self.path), read_data(self.path)
         found = config.differences(config.to_dict(begun), config.to_dict(asked))
         before, now = config.to_dict(of), config.to_dict(data)
@@ -143,9 +165,10 @@ class RunFolder:
                 f"{str(self.path)!r} is a run with {'; '.join(found)}; choose another folder, or go on with "
                 f"its own settings: headgate train --out {self.path}"
             )
+        self._refuse_another_init(init)
 
     def _refuse_another_init(self, init: InitRecord | None) -> None:
-        """A run that is gone on with may leave its first weights unsaid, but not name others."""
+        """A resumed run need not repeat --init, but may not name other weights."""
         begun = self.init()
         if init is not None and (begun is None or begun.sha256 != init.sha256):
             what = "random weights" if begun is None else f"the weights of {begun.file!r}"
@@ -158,29 +181,46 @@ class RunFolder:
         path = self.path / "init.json"
         return config.load(InitRecord, path) if path.is_file() else None
 
+    def check_metrics(self, size: int, digest: str) -> None:
+        """Raise unless metrics.jsonl still begins with the bytes that it had at a checkpoint."""
+        path, found = self.path / "metrics.jsonl", xxhash.xxh3_128()
+        with files.open_to_read(path) as file:
+            while size and (piece := file.read(min(size, 1 << 20))):
+                found.update(piece)
+                size -= len(piece)
+        if size or found.hexdigest() != digest:
+            raise HeadgateError(f"{str(path)!r} has lost or changed lines of steps that are done")
+
     def open_metrics(self, step: int) -> None:
-        """Go on with the metrics after `step`: what is told of later steps, and a torn line, is cut off."""
-        path = self.path / "metrics.jsonl"
-        file = path.open("a+b")
-        file.seek(0)
-        end = 0
-        for line in file:
-            told = _parse(line)
-            if told is None or told["step"] > step:
+        """Go on with the metrics after `step`: lines of later steps, and a torn one, are cut off."""
+        # Without a buffer: a line is out when it is logged, and none is left to fail again on closing.
+        self._metrics = files.open_own(self.path / "metrics.jsonl")
+        self._metrics.seek(0)
+        self._metrics_bytes, self._metrics_digest = 0, xxhash.xxh3_128()
+        lines = io.BufferedReader(self._metrics)
+        for line in lines:
+            values = _parse(line)
+            if values is None or values["step"] > step:
                 break
-            end += len(line)
-        file.truncate(end)
-        file.close()
-        # Without a buffer: a line is out when it is told, and none is left to fail again on closing.
-        self._metrics = path.open("ab", buffering=0)
+            self._count(line)
+        lines.detach()
+        self._metrics.truncate(self._metrics_bytes)
 
-    def log(self, line: Mapping[str, Any]) -> None:
+    def log(self, values: Mapping[str, Any]) -> None:
         assert self._metrics is not None
-        self._metrics.write((json.dumps(line, allow_nan=False) + "\n").encode())
+        line = (json.dumps(values, allow_nan=False) + "\n").encode()
+        files.write_all(self._metrics, line)
+        self._count(line)
 
-    def sync_metrics(self) -> None:
+    def _count(self, line: bytes) -> None:
+        self._metrics_bytes += len(line)
+        self._metrics_digest.update(line)
+
+    def sync_metrics(self) -> tuple[int, str]:
+        """Bring the metrics to the disk; how long they are, and their digest."""
         assert self._metrics is not None
         os.fsync(self._metrics.fileno())
+        return self._metrics_bytes, self._metrics_digest.hexdigest()
 
     def close(self) -> None:
         if self._metrics is not None:
@@ -190,14 +230,16 @@ class RunFolder:
     def sweep(self) -> None:
         """Remove what a killed process was writing."""
         for left in [*self.checkpoints.glob(".*.tmp"), *self.path.glob(".*.tmp")]:
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
+            if LEFTOVER.fullmatch(left.name):
+                shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
 
 
 def read_config(run: str | os.PathLike[str]) -> Config:
-    path = Path(run) / "config.json"
+    path = files.named(run, "the run folder") / "config.json"
     for needed in (path, path.with_name("data.json")):  # a converted model has a config.json too
-        if not needed.is_file():
-            raise HeadgateError(f"{str(run)!r} is no run folder: it has no {needed.name}")
+        what = files.kind(needed)
+        if what:
+            raise HeadgateError(f"{str(run)!r} is no run folder: {needed.name} in it is {what}")
     found = config.load(Config, path)
     require_registered(found.model, run)
     return found
@@ -210,10 +252,10 @@ def read_data(run: str | os.PathLike[str]) -> DataRecord:
 def read_metrics(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """The lines of a run's metrics; a line that is being written just now is left out."""
     path = Path(run) / "metrics.jsonl"
-    if not path.is_file():
+    if files.kind(path):
         return []
     lines = []
-    with path.open("rb") as file:
+    with files.open_to_read(path) as file:
         for line in file:
             told = _parse(line)
             if told is None:
@@ -225,10 +267,10 @@ def read_metrics(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def last_step(run: str | os.PathLike[str]) -> int:
     """The step of the last whole line of a run's metrics, 0 if there is none; reads no more than the end."""
     try:
-        with (Path(run) / "metrics.jsonl").open("rb") as file:
+        with files.open_to_read(Path(run) / "metrics.jsonl") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 65_536))
             lines = file.read().splitlines(keepends=True)
-    except OSError:
+    except (OSError, HeadgateError):
         return 0
     found = (told for line in reversed(lines) if (told := _parse(line)) is not None)
     return int(next(found, {"step": 0})["step"])
@@ -240,6 +282,6 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         return None
     try:
         told = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return told if isinstance(told, dict) and isinstance(told.get("step"), int) else None

@@ -11,7 +11,6 @@ its number, so a run that was killed and resumed is the run that was not.
 import hashlib
 import math
 import os
-import shutil
 import signal
 import sys
 import time
@@ -27,11 +26,11 @@ import torch
 from torch import Tensor
 
 from headgate import config, files, ops
-from headgate.config import Config, RunOptions
+from headgate.config import Config, ModelConfig, RunOptions
 from headgate.data.loader import IGNORED, Loader, Windows
 from headgate.data.shards import Split, open_split
 from headgate.errors import HeadgateError
-from headgate.machine import keep_memory, memory_peak
+from headgate.machine import keep_memory, memory, memory_peak
 from headgate.model.decoder import Decoder
 from headgate.progress import Progress, duration
 from headgate.train import checkpoint
@@ -86,16 +85,16 @@ def train(
         splits = [open_split(data, name, verify=world.is_first) for name in ("train", "val")]
         record = describe_data(data, *splits)
         check_fit(asked, record, *splits)
-        decoder = Decoder(asked.model, seed=asked.seed)
         run = RunFolder(out)
-        if world.is_first:
-            existed = run.path.exists()
-            stack.callback(lambda: None if existed else _remove_unless_begun(run.path))
-        state, folder, first = world.on_first(lambda: _claim(run, asked, record, init, decoder, stack))
-        if state.step >= asked.train.steps and run.summary.is_file():
+        run.refuse_strangers()
+        if world.on_first(lambda: _is_finished(run, asked, record, init)):
             if world.is_first:
-                print(f"{str(run.path)!r} is finished: all {state.step:,} steps are done", file=sys.stderr)
-            return Outcome(state.step, None)
+                steps = f"all {asked.train.steps:,} steps are done"
+                print(f"{str(run.path)!r} is finished: {steps}", file=sys.stderr)
+            return Outcome(asked.train.steps, None)
+        _refuse_too_large(asked.model, world, shard=options.shard)
+        decoder = Decoder(asked.model, seed=asked.seed)
+        state, folder, first = world.on_first(lambda: _claim(run, asked, record, init, decoder, stack))
         loader = Loader(
             splits[0],
             length=asked.train.context,
@@ -238,6 +237,7 @@ class Trainer:
             paths=dict(self._paths_told + (Counter(ops.paths_taken()) - self._paths_before)),
             threads=torch.get_num_threads(),
             processes=self.world.size,
+            config=config.to_dict(self.config),
         )
         checkpoint.save(self.folder, state, self.decoder, self.optimizer, self.world, keep=self.options.keep)
         self.saved_step, self._saved_at = state.step, time.monotonic()
@@ -304,6 +304,11 @@ class Trainer:
 
     def _finish(self, progress: Progress) -> None:
         lines = [line for line in read_metrics(self.folder.path) if "validation" in line]
+        if not lines:
+            raise HeadgateError(
+                f"{str(self.folder.path / 'metrics.jsonl')!r} has lost its evaluations, so no summary can be "
+                "made; the model itself is whole"
+            )
         last = lines[-1]
         best = next((line for line in lines if line["step"] == self.state.best_step), last)
         told = summarise(self.config, self.decoder, self.state, last, best, self.world)
@@ -345,7 +350,7 @@ class Stop:
 
 @contextmanager
 def _signals() -> Iterator[Stop]:
-    """While inside, SIGTERM and Ctrl-C only make a note; a second Ctrl-C stops at once.
+    """While inside, SIGTERM, SIGHUP and Ctrl-C only make a note; a second Ctrl-C stops at once.
 
     Under torchrun the second comes by itself, from the terminal and from torchrun, and is not a hurry.
     """
@@ -356,7 +361,11 @@ def _signals() -> Iterator[Stop]:
             raise KeyboardInterrupt
         stop.signal = number
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    # A terminal that closes sends SIGHUP; under nohup it is ignored, and stays so.
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, note) for number in numbers}
     try:
         yield stop
     finally:
@@ -378,22 +387,55 @@ def _claim(
         begun = None if init is None else describe_init(init)
         if begun is not None:
             checkpoint.check_init(Path(begun.file), decoder)
-        run.refuse_strangers()
         stack.enter_context(files.locked(run.path, "trained"))
+        if not run.begun:
+            stack.push(lambda kind, error, trace: _forget_unless_begun(run, error))
+        stack.callback(run.close)
         run.claim(asked, record, begun)
         run.sweep()
-        steps = checkpoint.saved_steps(run)
-        folder = checkpoint.find(run) if steps else None
-        state = checkpoint.read_state(folder) if folder else State()
+        state, folder, damage = checkpoint.latest(run, asked)
+        if damage:
+            print(f"headgate: {damage[0]}; going back to step {state.step}", file=sys.stderr)
         first = Path(begun.file) if begun is not None else _first_weights(run, decoder)
-        if not (state.step >= asked.train.steps and run.summary.is_file()):
-            run.open_metrics(state.step)
-            stack.callback(run.close)
+        run.open_metrics(state.step)
     except OSError as error:
         raise HeadgateError(
             f"{str(error.filename or run.path)!r} cannot be written: {error.strerror}"
         ) from error
     return state, folder, first
+
+
+def _refuse_too_large(model: ModelConfig, world: World, *, shard: bool) -> None:
+    """Raise, before anything is allocated, if the weights and the optimiser's state cannot fit the memory."""
+    with torch.device("meta"):
+        few = Decoder(replace(model, n_layers=min(model.n_layers, len(model.mechanism))))
+    layers = sum(p.numel() for p in few.layers.parameters())
+    parameters = few.parameter_count() + layers * (model.n_layers - len(few.layers)) // len(few.layers)
+    on_gpu = world.device.type == "cuda"
+    held = torch.cuda.get_device_properties(world.device).total_memory if on_gpu else memory()
+    needed = 16 * parameters // (world.size if shard else 1)
+    if needed > held:
+        raise HeadgateError(
+            f"the model has {parameters:,} parameters, which take {needed / 1e9:,.0f} GB with gradients and "
+            f"optimiser, and {world.device} has {held / 1e9:,.0f} GB; headgate plan tells what fits"
+        )
+
+
+def _is_finished(
+    run: RunFolder, asked: Config, record: DataRecord, init: str | os.PathLike[str] | None
+) -> bool:
+    """Whether nothing is left to do; nothing is written, since a finished run may lie on a read-only disk."""
+    if not run.begun or not run.summary.is_file():
+        return False
+    run.refuse_another(asked, record, None if init is None else describe_init(init))
+    steps = checkpoint.saved_steps(run)
+    return bool(steps) and steps[-1] >= asked.train.steps
+
+
+def _forget_unless_begun(run: RunFolder, error: BaseException | None) -> None:
+    """A run that failed before its first step leaves nothing behind that would be in the way."""
+    if error is not None and not checkpoint.saved_steps(run) and not read_metrics(run.path):
+        run.forget()
 
 
 def _first_weights(run: RunFolder, decoder: Decoder) -> Path | None:
@@ -413,9 +455,3 @@ def _first_weights(run: RunFolder, decoder: Decoder) -> Path | None:
 def _step_seed(seed: int, step: int, rank: int) -> int:
     digest = hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
-
-
-def _remove_unless_begun(path: Path) -> None:
-    """Remove a folder that was made for a run which then could not begin."""
-    if path.is_dir() and not (path / "config.json").exists():
-        shutil.rmtree(path)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from headgate import files
 from headgate.errors import HeadgateError
 from headgate.registry import Registry
 
@@ -39,7 +40,7 @@ class TensorBoard:
         _package("tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1)
+        self._writer = SummaryWriter(str(files.own_folder(run / "tensorboard")), purge_step=step + 1)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -73,6 +74,7 @@ class WandB(_Service):
     package = "wandb"
 
     def own_options(self, run: Path) -> dict[str, Any]:
+        files.own_folder(run / "wandb")
         return {"dir": str(run), "id": run.resolve().name}
 
 

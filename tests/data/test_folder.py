@@ -232,7 +232,7 @@ def test_a_full_disk_loses_nothing(
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text("text")
-    with pytest.raises(HeadgateError, match=r"folder '.*in.txt' cannot be made: File exists"):
+    with pytest.raises(HeadgateError, match=r"'.*in.txt' cannot be written: File exists"):
         prepare(Request(str(tmp_path / "in.txt"), "byte"), tmp_path / "in.txt")
     assert (tmp_path / "in.txt").read_text() == "text"
 

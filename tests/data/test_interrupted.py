@@ -106,8 +106,8 @@ def test_every_single_commit_can_be_the_last(tmp_path: Path, monkeypatch: pytest
         if steps in stops:
             raise Killed
 
-    def save_and_stop(*arguments: object) -> None:
-        save(*arguments)  # type: ignore[arg-type]
+    def save_and_stop(*arguments: object, **options: bool) -> None:
+        save(*arguments, **options)  # type: ignore[arg-type]
         step()
 
     def sum_and_stop(path: Path) -> str:

@@ -1,7 +1,6 @@
 """Shards are written as they are described, and damage of any kind is named before use."""
 
 import errno
-import io
 import os
 import shutil
 import tempfile
@@ -52,7 +51,8 @@ def write(folder: Path, batches: list[list[list[int]]], limit: int, cuts: dict[i
             del states[back + 1 :]
             writer = ShardWriter(folder, states[-1], np.dtype("<u2"), shard_tokens=limit)
     writer.close()
-    return publish(folder, writer.state), {p.name: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    record = publish(folder, writer.state, np.dtype("<u2"))
+    return record, {p.name: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
 @settings(deadline=None, max_examples=50)
@@ -114,7 +114,10 @@ def test_damage_is_named(prepared: Path, tmp_path: Path, name: str, damage: Call
         if damage is cut_short:
             with pytest.raises(HeadgateError, match=name.removesuffix(".index")):
                 open_split(tmp_path / "out", "train", verify=False)
-    assert open_split(tmp_path / "out", "val").tokens > 0
+    elif name == "tokenizer.json":
+        with pytest.raises(HeadgateError, match=name):
+            open_split(tmp_path / "out", "train")
+    assert open_split(tmp_path / "out", "val", verify=name != "tokenizer.json").tokens > 0
 
 
 def test_damage_says_what_helps(prepared: Path, tmp_path: Path) -> None:
@@ -139,14 +142,14 @@ def test_what_cannot_be_read_is_one_sentence(
     prepared: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
 ) -> None:
     """Simulated, for the superuser may read everything."""
-    opened, read = io.open, np.fromfile
+    opened, read = os.open, np.fromfile
 
     def refused(path: Any, *arguments: Any, **options: Any) -> Any:
         if str(path).endswith(name):
             raise OSError(number, os.strerror(number), *([str(path)] if number == errno.EACCES else []))
         return (read if "dtype" in options else opened)(path, *arguments, **options)
 
-    monkeypatch.setattr("io.open", refused)
+    monkeypatch.setattr("os.open", refused)
     monkeypatch.setattr(np, "fromfile", refused)
     with pytest.raises(HeadgateError, match=rf"{name.removesuffix('.index')}.* cannot be read: .+"):
         check(prepared)
@@ -208,7 +211,7 @@ def test_a_manifest_of_another_format_or_without_a_split(prepared: Path, tmp_pat
     for name in ("tokenizer.json", "sources.jsonl"):
         shutil.copy(prepared / name, tmp_path)
     for use in (check, lambda folder: open_split(folder, "train")):
-        with pytest.raises(HeadgateError, match="the manifest has no split 'train'"):
+        with pytest.raises(HeadgateError, match=r"damaged: the splits are not train, val, test"):
             use(tmp_path)
 
 
@@ -227,12 +230,20 @@ def test_check_finds_what_checksums_cannot(prepared: Path, tmp_path: Path) -> No
     manifest = read_manifest(prepared)
     assert manifest is not None
     values = config.to_dict(manifest)
-    values["tokenizer"]["vocab_size"] = 200
+    values["tokenizer"] |= {"vocab_size": 200, "end_of_text_id": 0}
     config.save(values, tmp_path / "out" / "manifest.json")
-    with pytest.raises(
-        HeadgateError, match=r"train/00000.ds has the token 256, but the tokenizer has only 200"
-    ):
+    with pytest.raises(HeadgateError, match=r"has the token 256 in a vocabulary of 200"):
         check(tmp_path / "out")
+    for split in values["splits"]:  # as version 0.1 wrote it
+        for shard in split["shards"]:
+            del shard["largest"]
+    config.save(values, tmp_path / "out" / "manifest.json")
+    for use in (check, lambda folder: open_split(folder, "train")):
+        with pytest.raises(HeadgateError, match=r"train/00000.ds has the token 256; the tokenizer has"):
+            use(tmp_path / "out")
+    values["tokenizer"] |= {"vocab_size": 257, "end_of_text_id": 256}
+    config.save(values, tmp_path / "out" / "manifest.json")
+    assert check(tmp_path / "out") == read_manifest(tmp_path / "out") == manifest  # it is recorded now
     values = config.to_dict(manifest)
     values["splits"][1]["tokens"] += 1
     config.save(values, tmp_path / "out" / "manifest.json")

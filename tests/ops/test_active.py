@@ -92,3 +92,23 @@ def test_bad_arguments_get_one_clear_sentence() -> None:
         ops.active_attention(q, k, v, some_active().float())
     with pytest.raises(HeadgateError, match="has no gradient"):
         ops.active_attention(q.requires_grad_(), k, v, some_active())
+
+
+@pytest.mark.parametrize("queries", [1, 3, 20])
+def test_a_window_for_each_key_head(fast_backend: str, queries: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 90, 16, generator=generator) for heads in (6, 3, 3))
+    q, windows = q[:, :, -queries:], [4, 30, 30]
+    backend = fast_backend if queries <= 4 else "torch"
+    found = ops.windows_attention(q, k, v, windows, Span(start=7), backend=backend)
+    expected = [
+        ops.attention(q[:, 2 * g : 2 * g + 2], k[:, [g]], v[:, [g]], Span(w, start=7), backend="reference")
+        for g, w in enumerate(windows)
+    ]
+    torch.testing.assert_close(found, torch.cat(expected, 1))
+
+
+def test_windows_are_one_for_each_key_head() -> None:
+    q = torch.zeros(1, 4, 1, 16)
+    with pytest.raises(HeadgateError, match="2 windows were given for 4 key heads"):
+        ops.windows_attention(q, q, q, [3, 4])

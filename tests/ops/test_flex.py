@@ -288,7 +288,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
         {"sparsity": "fixed", "window": 20, "stride": 8},
         {"strided_attention:torch", "span_attention:flex"},
     ),
-    "positional": ("positional", {}, {"distance_biased_attention:torch"}),
+    "positional": ("positional", {}, {"span_attention:torch"}),
     "combiner": ("combiner", {"block": 16}, {"combiner_attention:torch"}),
 }
 

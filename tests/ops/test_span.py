@@ -28,10 +28,16 @@ class Case:
     d_lse: Tensor
     options: dict[str, Any]
     weight: Tensor | None = None
+    key_bias: Tensor | None = None
+
+    @property
+    def biases(self) -> dict[str, Tensor]:
+        given = {"ring_log_weight": self.weight, "key_bias": self.key_bias}
+        return {name: t for name, t in given.items() if t is not None}
 
     @property
     def inputs(self) -> list[Tensor]:
-        return [self.q, self.k, self.v] + ([] if self.weight is None else [self.weight])
+        return [self.q, self.k, self.v, *self.biases.values()]
 
     def run(
         self,
@@ -43,12 +49,12 @@ class Case:
     ) -> dict[str, Tensor]:
         """Output, log-sum-exp and the gradients of all inputs, computed on the device."""
         inputs = [t.detach().to(device, dtype).requires_grad_() for t in self.inputs]
-        ring = {"ring_log_weight": inputs[3]} if self.weight is not None else {}
-        out, lse = function(*inputs[:3], Span(**self.options), **ring, **options)
+        biases = dict(zip(self.biases, inputs[3:], strict=True))
+        out, lse = function(*inputs[:3], Span(**self.options), **biases, **options)
         grads = torch.autograd.grad([out, lse], inputs, [self.d_out.to(out), self.d_lse.to(lse)])
-        names = ["out", "lse", "d_q", "d_k", "d_v", "d_weight"]
+        names = ["out", "lse", "d_q", "d_k", "d_v", *(f"d_{name}" for name in biases)]
         found = [out.detach(), lse.detach(), *grads]
-        return {name: tensor.cpu() for name, tensor in zip(names, found, strict=False)}
+        return {name: tensor.cpu() for name, tensor in zip(names, found, strict=True)}
 
     def truth(self) -> dict[str, Tensor]:
         return self.run(reference.span_attention, dtype=torch.float64)
@@ -64,17 +70,22 @@ class Case:
         terms = reference.logits(q.abs(), k.abs()).max().item()
         if self.weight is not None:
             terms += self.weight.abs().max().item()
+        largest = 0.0
+        if self.key_bias is not None:
+            largest = self.key_bias.abs().max().item()
+            terms += (self.key_bias.amax(-1) - self.key_bias.amin(-1)).max().item()
         error = EPS * (2 * terms + 4 + k.shape[2] ** 0.5)
         d_p = (d_out @ reference.per_head(q, v).mT).abs().max().item() + self.d_lse.abs().max().item()
         scale = q.shape[-1] ** -0.5
         walk = (q.shape[1] / k.shape[1] * q.shape[2]) ** 0.5  # how a key's sum over queries adds up errors
         return {
             "out": error * v.abs().max().item(),
-            "lse": error,
+            "lse": error + EPS * largest,
             "d_q": error * d_p * k.abs().max().item() * scale,
             "d_k": error * d_p * q.abs().max().item() * scale * walk,
             "d_v": error * d_out.abs().max().item() * walk,
-            "d_weight": error * d_p,
+            "d_ring_log_weight": error * d_p,
+            "d_key_bias": error * d_p * walk,
         }
 
     def check(self, backend: str, truth: dict[str, Tensor] | None = None, *, device: str = "cpu") -> None:
@@ -96,6 +107,7 @@ def case(
     scale: float = 1.0,
     order: str = "bhtd",
     seed: int = 0,
+    bias: float = 0.0,
     **options: Any,
 ) -> Case:
     generator = torch.Generator().manual_seed(seed)
@@ -121,6 +133,8 @@ def case(
     )
     if "ring" in options:
         result.weight = torch.randn(batch, heads, queries, generator=generator) - 1
+    if bias:
+        result.key_bias = torch.randn(batch, heads, keys, generator=generator) * bias
     return result
 
 
@@ -152,6 +166,7 @@ def random_case(seed: int) -> Case:
         scale=pick.choice([1.0, 1.0, 1.0, 1e-3, 0.1, 5.0, 30.0]),
         order=pick.choice(["bhtd", "bhtd", "bthd", "sliced", "bhdt"]),
         seed=seed,
+        bias=pick.choice([0.0, 0.0, 2.0]),
         **options,
     )
 
@@ -199,6 +214,8 @@ def test_every_path_computes_the_truth_on_random_shapes(seeds: range) -> None:
         case(queries=2100, keys=2200, heads=1, groups=1, window=9, ring=60),
         case(queries=400, heads=1, groups=1),  # strips of a full span
         case(queries=400, heads=1, groups=1, window=300, dense_prefix=350),
+        case(queries=3100, heads=2, groups=1, window=20, pinned=3, bias=1.0),
+        case(queries=3, keys=2200, window=1500, ring=2000, bias=1.0),
     ],
     ids=lambda c: f"{c.q.shape[1]}h-{c.q.shape[2]}q-{c.k.shape[2]}k-{c.options}",
 )
@@ -247,6 +264,49 @@ def test_logits_of_a_hundred_million(backend: str) -> None:
     clear = top[..., 0] - top[..., 1] > 1e3
     assert clear.float().mean() > 0.9
     torch.testing.assert_close(result["out"][clear], chosen.truth()["out"][clear].float())
+
+
+@pytest.mark.parametrize("queries", [1, 300])
+def test_a_running_sum_of_ten_thousand_is_a_bias_like_another(backend: str, queries: int) -> None:
+    """As forgetting has it: the steps between neighbours are small and exact, the sum is large."""
+    chosen = case(1, 2, 1, queries, 300, 16)
+    steps = torch.randint(0, 2, (1, 2, 300), generator=torch.Generator().manual_seed(0)) / 16
+    chosen.key_bias = steps.cumsum(-1)
+    expected = chosen.truth()
+    tolerances = chosen.tolerances()
+    chosen.key_bias = chosen.key_bias + 1e4
+    result = chosen.run(span_attention, backend=backend)
+    for name in expected.keys() - {"lse"}:
+        worst = (result[name].double() - expected[name]).abs().max().item()
+        assert worst <= tolerances[name], f"{name}: {worst} > {tolerances[name]}"
+
+
+def test_a_running_sum_that_spans_ten_thousand(backend: str) -> None:
+    """Far keys then weigh nothing, and near ones as if the sum had begun with them."""
+    chosen = case(1, 2, 2, 400, 400, 16)
+    chosen.key_bias = torch.arange(400.0).mul(25).expand(1, 2, -1).clone()
+    chosen.key_bias += torch.randint(0, 8, (1, 2, 400), generator=torch.Generator().manual_seed(0)) / 8
+    expected, result = chosen.truth(), chosen.run(span_attention, backend=backend)
+    for name in ("out", "d_q", "d_k", "d_v", "d_key_bias"):
+        torch.testing.assert_close(result[name].double(), expected[name], rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "groups"), [(1, 1, 2), (3, 70, 1), (1, 1100, 2), (210, 210, 1), (130, 400, 2)]
+)
+def test_a_bias_by_distance(fast_backend: str, queries: int, keys: int, groups: int) -> None:
+    chosen = case(2, 4, groups, queries, keys, 32)
+    table = torch.randn(4, keys + 3, generator=torch.Generator().manual_seed(1))
+    results = []
+    for dtype, backend in ((torch.float32, fast_backend), (torch.float64, "reference")):
+        inputs = [t.to(dtype).requires_grad_() for t in (chosen.q, chosen.k, chosen.v, table)]
+        out = ops.distance_biased_attention(*inputs, backend=backend)
+        results.append([out, *torch.autograd.grad(out, inputs, chosen.d_out.to(dtype))])
+    error = chosen.tolerances()
+    error["d_table"] = error["d_key_bias"] * 2
+    names = ("out", "d_q", "d_k", "d_v", "d_table")
+    for name, found, expected in zip(names, *results, strict=True):
+        assert (found.double() - expected).abs().max() <= error[name], name
 
 
 def test_a_closed_ring_is_a_window(backend: str) -> None:
@@ -321,7 +381,7 @@ def test_a_log_weight_of_another_dtype(fast_backend: str, dtype: torch.dtype, qu
 
     same, found = (chosen.run(f, backend=fast_backend) for f in (span_attention, attend))
     for name in same:
-        rounding = torch.finfo(dtype).eps if name == "d_weight" else 0.0
+        rounding = torch.finfo(dtype).eps if name == "d_ring_log_weight" else 0.0
         torch.testing.assert_close(found[name], same[name], rtol=rounding, atol=0.0)
 
 
@@ -370,8 +430,9 @@ def test_explain_says_why_not_native() -> None:
 
 
 def arguments(name: str, *, backward: bool) -> tuple[Any, ...]:
-    chosen = case(2, 4, 2, 20, 24, 16, ring=9)
-    tensors = [t.requires_grad_(not backward) for t in chosen.inputs]
+    chosen = case(2, 4, 2, 20, 24, 16, ring=9, bias=1.0)
+    tensors: list[Tensor | None] = [t.requires_grad_(not backward) for t in chosen.inputs]
+    tensors.append(None)
     span = Span(3, ring=9, start=1).numbers()
     if not backward:
         return (*tensors, span)

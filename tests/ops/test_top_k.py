@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from headgate.errors import HeadgateError
-from headgate.ops import reference, top_k_attention
+from headgate.ops import explain, reference, top_k_attention
+from headgate.ops.native import library
 
 
 def inputs(queries: int, keys: int, heads: int = 4, groups: int = 2, *, steps: float = 0.0) -> list[Tensor]:
@@ -37,6 +38,37 @@ def test_output_and_gradients_are_those_of_the_reference(
         assert (ours - theirs).abs().max() < 1e-10
 
 
+@pytest.mark.parametrize(
+    ("queries", "keys", "groups", "steps", "scale"),
+    [
+        (5, 5, 2, 0.0, 1.0),
+        (63, 63, 1, 1.0, 1.0),
+        (130, 400, 4, 1.0, 3.0),
+        (333, 333, 2, 0.0, 0.3),
+        (9, 140, 2, 0.0, 100.0),
+    ],
+)
+def test_the_native_path(
+    queries: int, keys: int, groups: int, steps: float, scale: float, threads: int
+) -> None:
+    if library.unavailable() is not None:
+        pytest.skip(f"the native path was not tested: {library.unavailable()}")
+    exact = [t.detach().repeat(1, 1, 1, 2) for t in inputs(queries, keys, 4, groups, steps=steps)]
+    d_out = torch.randn(exact[0].shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    results = []
+    for dtype, backend in ((torch.float32, "native"), (torch.float64, "reference")):
+        tensors = [t.to(dtype).requires_grad_() for t in exact]
+        out = top_k_attention(*tensors, scale=scale, backend=backend)
+        results.append([out, *torch.autograd.grad(out, tensors, d_out.to(dtype))])
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours - theirs).abs().max() < 2e-5 * max(1.0, theirs.abs().max().item())
+
+
+def test_a_few_queries_take_the_torch_path() -> None:
+    q, k, v = (t.detach().float().repeat(1, 1, 1, 2) for t in inputs(4, 40))
+    assert explain(top_k_attention, q, k, v).path == "torch"
+
+
 def test_ties_are_common_on_the_grid_above() -> None:
     q, k, _ = inputs(63, 63, steps=1.0)
     scores = reference.logits(q, k)[:, :, -1]
@@ -57,6 +89,20 @@ def test_second_derivatives_are_refused() -> None:
     (d_q,) = torch.autograd.grad(top_k_attention(q, k, v, backend="torch").sum(), q, create_graph=True)
     with pytest.raises(HeadgateError, match="second derivative"):
         d_q.sum().backward()
+
+
+@pytest.mark.compiles
+def test_pytorch_accepts_the_native_op() -> None:
+    if library.unavailable() is not None:
+        pytest.skip(f"the native path was not tested: {library.unavailable()}")
+    q, k, v = (t.detach().float().repeat(1, 1, 1, 2) for t in inputs(20, 24))
+    ops = torch.ops.headgate
+    kept = ops.top_k_native(q, k, v, 1.0)
+    d_out = torch.ones_like(q)
+    checked = torch.library.opcheck(ops.top_k_native_backward.default, (d_out, q, k, v, *kept, 1.0))
+    arguments = (*(t.requires_grad_() for t in (q, k, v)), 1.0)
+    checked |= torch.library.opcheck(ops.top_k_native.default, arguments)
+    assert set(checked.values()) == {"SUCCESS"}
 
 
 @pytest.mark.compiles

@@ -15,6 +15,7 @@ import headgate
 from headgate.cli import run as command
 from headgate.config import Config
 from headgate.data.loader import IGNORED, Windows
+from headgate.data.prepare import Request, prepare
 from headgate.data.recall import distances, parse, prepare_recall
 from headgate.data.shards import open_split
 from headgate.errors import HeadgateError
@@ -129,16 +130,19 @@ def test_the_whole_split_by_default(run: Path, data: Path) -> None:
         assert evaluate_run(run, split=split)["tokens"] == open_split(data, split).tokens - 1
 
 
-def test_data_may_move_but_not_change(run: Path, data: Path, micro: Config, tmp_path: Path) -> None:
+def test_data_may_move_or_be_another_in_the_same_tokens(run: Path, data: Path, tmp_path: Path) -> None:
     shutil.copytree(data, tmp_path / "moved")
-    moved = evaluate_run(run, tokens=24, data=tmp_path / "moved")
-    assert moved == evaluate_run(run, tokens=24)
-    manifest = tmp_path / "moved" / "manifest.json"
-    text = json.loads(manifest.read_text())
-    text["tokenizer"]["sha256"] = "0" * 64
-    manifest.write_text(json.dumps(text))
-    with pytest.raises(HeadgateError, match=r"is not the data that .* was trained on; give that with --data"):
-        evaluate_run(run, data=tmp_path / "moved")
+    own = evaluate_run(run, tokens=24)
+    assert evaluate_run(run, tokens=24, data=tmp_path / "moved") == own
+    (tmp_path / "other.txt").write_text("another text altogether, long enough for a window\n" * 4)
+    for tokenizer, name in (("byte", "same"), (str(run / "tokenizer.json"), "own"), ("bpe:280", "another")):
+        request = Request(str(tmp_path / "other.txt"), tokenizer=tokenizer, splits=(100, 0, 0))
+        prepare(request, tmp_path / name, workers=1)
+    other = evaluate_run(run, split="train", data=tmp_path / "same")
+    assert other == evaluate_run(run, split="train", data=tmp_path / "own")
+    assert other["loss"] != own["loss"]
+    with pytest.raises(HeadgateError, match=r"another' was prepared with another tokenizer than .*run'"):
+        evaluate_run(run, split="train", data=tmp_path / "another")
 
 
 def test_mistakes_are_one_sentence(run: Path, tmp_path: Path, data: Path, micro: Config) -> None:

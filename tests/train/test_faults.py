@@ -31,11 +31,11 @@ ROOT = Path(__file__).parents[2]
 def test_kill_9_loses_nothing_but_the_steps_after_the_last_checkpoint() -> None:
     """The short version of the stress script, which makes all the checks itself."""
     done = subprocess.run(
-        [sys.executable, ROOT / "benchmarks/kill_train.py", "--kills", "5", "--steps", "12", "--seed", "1"],
+        [sys.executable, ROOT / "benchmarks/kill.py", "--kills", "5", "--steps", "12", "--only", "train"],
         capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("5 kills survived")
+    assert done.stdout.startswith("train: 5 kills")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -195,13 +195,33 @@ def test_torn_lines_and_leftovers_do_no_harm(data: Path, micro: Config, tmp_path
     assert not list((run / "checkpoints").glob(".*"))
 
 
-def test_a_damaged_checkpoint_is_named(data: Path, micro: Config, tmp_path: Path) -> None:
+def test_from_a_damaged_checkpoint_training_goes_back_to_the_one_before(
+    data: Path, micro: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = tmp_path / "run"
+    train(micro, data, tmp_path / "whole")
     with pytest.raises(HeadgateError, match="at step 3 "):
         _stop_at_step_3(micro, data, run)
-    damaged = run / "checkpoints" / "step-00000002" / "training.safetensors"
-    damaged.write_bytes(damaged.read_bytes()[:-100])
-    with pytest.raises(HeadgateError, match=r"training.safetensors' cannot be read .* delete its folder"):
+    weights = run / "checkpoints" / "step-00000002" / "model.safetensors"
+    data_of_it = bytearray(weights.read_bytes())
+    data_of_it[-3] ^= 1  # the last bit of a mantissa
+    weights.write_bytes(data_of_it)
+    with pytest.raises(HeadgateError, match=rf"'{weights}' is damaged"):
+        headgate.load(run)
+    capsys.readouterr()
+    train(micro, data, run)
+    assert f"headgate: '{weights}' is damaged" in (said := capsys.readouterr().err)
+    assert "; going back to step 1\n" in said
+    assert told(run) == told(tmp_path / "whole")
+    files = [
+        path / "checkpoints" / "step-00000012" / "model.safetensors" for path in (run, tmp_path / "whole")
+    ]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert (run / "checkpoints" / "damaged-00000002" / "model.safetensors").read_bytes() == data_of_it
+    for step in checkpoint.saved_steps(RunFolder(run)):
+        (run / "checkpoints" / checkpoint.folder_name(step) / "state.json").write_text("{}")
+    (run / "summary.json").unlink()
+    with pytest.raises(HeadgateError, match=r"'.*-00000012/state.json' is damaged: .*; there is no earlier"):
         train(micro, data, run)
 
 

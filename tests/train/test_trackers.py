@@ -91,7 +91,7 @@ def test_the_command_line_takes_settings_anywhere(data: Path, micro: Config, tmp
     ("arguments", "words"),
     [
         (["tinny", "--data", "d"], "unknown recipe 'tinny'; did you mean 'tiny'"),
-        (["absent.json", "--data", "d"], "config 'absent.json' cannot be read"),
+        (["absent.json", "--data", "d"], "'absent.json' cannot be read"),
         (["tiny"], "a new run needs tokens to train on; give --data"),
         ([], "is no run to go on with; name a recipe"),
         (["tiny", "--data", "absent"], "'absent' is not a folder"),

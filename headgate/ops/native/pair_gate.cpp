@@ -130,7 +130,7 @@ private:
     void score(const float* k, int count, int chunk, int keys) {
         for_panels<BLOCK>(count, [&](int lane, auto n) {
             const Rows seen(segment, lane, n() * LANES, chunk, keys);
-            scores<D, n()>(k, q_lanes, gate.scores, seen, segment, lane, chunk);
+            scores<D, n()>(NoBias(), k, q_lanes, gate.scores, seen, segment, lane, chunk);
         });
     }
 

@@ -19,10 +19,11 @@ constexpr int PANEL = WIDE * LANES;
 template <int N>
 using Vectors = std::integral_constant<int, N>;
 
-// c[i][j] (+)= sum over k < steps, at least one, of a(i,k) * b[k][j], where a(i,k) = a[i * A_ROW + k *
-// A_STEP].
-template <int N, int A_ROW, int A_STEP, int B_STEP, bool ADD>
-HEADGATE_INLINE void product(const float* a, const float* b, float* c, int64_t c_row, int64_t steps) {
+// c[i][j] = bias(i,j,sum), or c[i][j] += sum, of the vectors sum over k < steps, at least one, of a(i,k) *
+// b[k][j], where a(i,k) = a[i * A_ROW + k * A_STEP]. A bias comes last: small terms added to it would be lost.
+template <int N, int A_ROW, int A_STEP, int B_STEP, bool ADD, class Bias>
+HEADGATE_INLINE void biased_product(const Bias& bias, const float* a, const float* b, float* c, int64_t c_row,
+                                    int64_t steps) {
     if (steps < 1) __builtin_unreachable();  // else the sums would pass through memory
     vec sum[ROWS][N];
     for (int i = 0; i < ROWS; ++i)
@@ -37,7 +38,13 @@ HEADGATE_INLINE void product(const float* a, const float* b, float* c, int64_t c
         }
     }
     for (int i = 0; i < ROWS; ++i)
-        for (int j = 0; j < N; ++j) store(c + i * c_row + j * LANES, sum[i][j]);
+        for (int j = 0; j < N; ++j) store(c + i * c_row + j * LANES, bias(i, j, sum[i][j]));
+}
+
+// c[i][j] (+)= the sum alone.
+template <int N, int A_ROW, int A_STEP, int B_STEP, bool ADD>
+HEADGATE_INLINE void product(const float* a, const float* b, float* c, int64_t c_row, int64_t steps) {
+    biased_product<N, A_ROW, A_STEP, B_STEP, ADD>([](int, int, vec sum) { return sum; }, a, b, c, c_row, steps);
 }
 
 // work(j, Vectors<N>) for columns j in panels of WIDE vectors, and of fewer at the end of WIDTH.
@@ -62,6 +69,14 @@ HEADGATE_INLINE void exchange_blocks(vec* rows) {
     for (int i = 0; i < LANES; ++i)
         if (!(i & S)) exchange<S>(rows[i], rows[i + S], std::make_integer_sequence<int, LANES>());
     if constexpr (2 * S < LANES) exchange_blocks<2 * S>(rows);
+}
+
+// Lane r is the sum over the lanes of parts[r]; the parts are lost.
+HEADGATE_INLINE vec lane_sums(vec* parts) {
+    exchange_blocks<1>(parts);
+    for (int step = LANES / 2; step > 0; step /= 2)
+        for (int r = 0; r < step; ++r) parts[r] += parts[r + step];
+    return parts[0];
 }
 
 // out[d][i] = in[i][d] for `count` rows i, a multiple of LANES, and WIDTH columns d.

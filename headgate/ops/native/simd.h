@@ -58,6 +58,19 @@ HEADGATE_INLINE vec min(vec a, vec b) { return a < b ? a : b; }
 #endif
 HEADGATE_INLINE vec select(ivec mask, vec yes, vec no) { return mask ? yes : no; }
 
+// A bit for every lane of a comparison.
+HEADGATE_INLINE unsigned bits(ivec mask) {
+#if defined(__AVX512F__)
+    return unsigned(_mm512_cmplt_epi32_mask((__m512i)mask, _mm512_setzero_si512()));
+#elif defined(__AVX__)
+    return unsigned(_mm256_movemask_ps((__m256)mask));
+#else
+    unsigned found = 0;
+    for (int i = 0; i < LANES; ++i) found |= unsigned(mask[i] < 0) << i;
+    return found;
+#endif
+}
+
 HEADGATE_INLINE float sum(vec v) {
     float total = 0;
     for (int i = 0; i < LANES; ++i) total += v[i];

@@ -1,19 +1,24 @@
 // Span attention: what a call consists of, and which keys a block of queries sees.
 //
-// Shapes: q, out (B,H,Tq,D); k, v (B,G,Tk,D), H = G * repeat; lse, ring_log_weight (B,H,Tq). Queries lie in
-// vector lanes and scores are stored [key][query], so that maxima, sums and masks need no operation across
-// lanes.
+// Shapes: q, out (B,H,Tq,D); k, v (B,G,Tk,D), H = G * repeat; lse, ring_log_weight (B,H,Tq); key_bias
+// (B,H,Tk); distance_bias (H,distances). Queries lie in vector lanes and scores are stored [key][query], so
+// that maxima, sums and masks need no operation across lanes.
+//
+// Of a key's bias only its difference to that of the query's own key enters the scores and the log-sum-exp:
+// a running sum may then grow as long as it likes, and the softmax cannot tell.
 #pragma once
 
 #include "products.h"
 
 #include <algorithm>
+#include <vector>
 
 namespace headgate {
 
 constexpr int BLOCK = 48;   // queries at a time: a multiple of ROWS and of every LANES
 constexpr int CHUNK = 192;  // keys at a time, likewise
 constexpr int FEW = 4;      // up to so many queries go the way of span_few.cpp
+constexpr int MARGIN = 64;  // how far beyond the first and the last key a tile may reach
 
 // A (B,H,T,D) tensor whose last dimension is contiguous; strides count floats.
 struct View {
@@ -30,12 +35,16 @@ struct SpanCall {
     float *lse, *ring_log_weight, *d_lse, *d_ring_log_weight;  // contiguous; null where there is none
     // (B,H), for few queries alone: the heads to compute, the others' outputs being 0; null for all.
     const uint8_t* active;
+    float *key_bias, *d_key_bias, *distance_bias, *d_distance_bias;
+    int64_t distances;  // in a row of the table; at least as many as keys
+    const int64_t* windows;  // (G), for few queries alone: a window for each key head in place of one for all
 
     int64_t heads() const { return groups * repeat; }
     bool is_active(int64_t b, int64_t h) const { return !active || active[b * heads() + h]; }
     int64_t blocks() const { return (queries + BLOCK - 1) / BLOCK; }
     int64_t own_key(int64_t query) const { return keys - queries + query; }
     int64_t per_query(int64_t b, int64_t h, int64_t t) const { return (b * heads() + h) * queries + t; }
+    int64_t per_key(int64_t b, int64_t h, int64_t j) const { return (b * heads() + h) * keys + j; }
     // The earliest key of the contiguous span that ends at the query's own, the ring aside.
     int64_t first_key(int64_t query) const {
         const int64_t own = own_key(query);
@@ -109,13 +118,85 @@ struct Rows {
     }
 };
 
+// Scores of a key, from a lane on, as they are or with one of the biases.
+struct NoBias {
+    HEADGATE_INLINE vec operator()(int, int, vec score) const { return score; }
+};
+struct KeyBias {
+    const float *of_key, *own;  // own: of each lane's own key
+    HEADGATE_INLINE vec operator()(int key, int lane, vec score) const {
+        return (of_key[key] - load(own + lane)) * LOG2E + score;
+    }
+};
+struct DistanceBias {
+    const float* of_first;  // where the table of distances to the first lane's own key has its 0
+    HEADGATE_INLINE vec operator()(int key, int lane, vec score) const {
+        return load(of_first + lane - key) + score;
+    }
+};
+
+// Rows of numbers per key with a margin of zeros at both ends, where tiles reach past them.
+class Padded {
+public:
+    Padded(const float* in, int64_t rows, int64_t step, int64_t count, float factor)
+        : row_(count + 2 * MARGIN) {
+        if (!in) return;
+        values_.assign(size_t(rows * row_), 0.0f);
+        for (int64_t n = 0; n < rows; ++n)
+            for (int64_t i = 0; i < count; ++i) values_[n * row_ + MARGIN + i] = in[n * step + i] * factor;
+    }
+    const float* row(int64_t n) const { return values_.empty() ? nullptr : values_.data() + n * row_ + MARGIN; }
+
+private:
+    int64_t row_;
+    std::vector<float> values_;
+};
+
+struct Tables {
+    Padded of_keys, of_distances;  // the latter in units of log 2
+    explicit Tables(const SpanCall& call)
+        : of_keys(call.key_bias, call.batch * call.heads(), call.keys, call.keys, 1.0f),
+          of_distances(call.distance_bias, call.heads(), call.distances, call.keys, LOG2E) {}
+};
+
+// The biases of a block of queries.
+class Biases {
+public:
+    Biases(const SpanCall& call, const Tables& tables, int64_t b, int64_t h, int64_t first, int count) {
+        key_ = {tables.of_keys.row(b * call.heads() + h), own_};
+        if (key_.of_key)
+            for (int i = 0; i < BLOCK; ++i)
+                own_[i] = key_.of_key[call.own_key(first + std::min(i, count - 1))];
+        distance_.of_first = tables.of_distances.row(h);
+        if (distance_.of_first) distance_.of_first += call.own_key(first);
+    }
+    Biases(const Biases&) = delete;
+    // work(bias), where bias is one of the structures above.
+    template <class Work>
+    HEADGATE_INLINE void choose(const Work& work) const {
+        if (key_.of_key)
+            work(key_);
+        else if (distance_.of_first)
+            work(distance_);
+        else
+            work(NoBias());
+    }
+
+private:
+    float own_[BLOCK];
+    KeyBias key_{};
+    DistanceBias distance_{};
+};
+
 // Scores of a panel of lanes against the rows of a chunk, -inf where a lane does not see the key.
-template <int D, int N>
-HEADGATE_INLINE void scores(const float* k, const float* q_lanes, float* s, const Rows& rows,
-                            const Segment& segment, int lane, int chunk) {
+template <int D, int N, class Bias>
+HEADGATE_INLINE void scores(const Bias& bias, const float* k, const float* q_lanes, float* s,
+                            const Rows& rows, const Segment& segment, int lane, int chunk) {
     for (int r = rows.begin; r < rows.end; r += ROWS) {
-        product<N, D, 1, BLOCK, false>(k + r * D, q_lanes + lane, s + r * BLOCK + lane, BLOCK, D);
         const int32_t key = chunk + r;
+        biased_product<N, D, 1, BLOCK, false>(
+            [&](int i, int j, vec sum) { return bias(key + i, lane + j * LANES, sum); }, k + r * D,
+            q_lanes + lane, s + r * BLOCK + lane, BLOCK, D);
         if (key >= segment.lo[lane + N * LANES - 1] && key + ROWS <= segment.hi[lane]) continue;
         for (int j = 0; j < N; ++j) {
             const ivec first = load(segment.lo + lane + j * LANES), end = load(segment.hi + lane + j * LANES);

@@ -4,7 +4,8 @@
 // The queries of a head are cut into strips, the unit of work. A strip adds up the gradients of all keys that
 // it sees in its own memory. Its own keys, those from its first query's on, go to the result at once; those
 // before them lie in other strips' reach too and go to the strip's halo, and the halos are added in the end,
-// in the order of the strips. No two threads ever write one number, and the order of every sum is fixed.
+// in the order of the strips. No two threads ever write one number, and the order of every sum is fixed. So it
+// is with the gradient of a key's bias; each strip has a table of distances of its own, and these are added.
 #include "parallel.h"
 #include "span.h"
 
@@ -67,16 +68,20 @@ struct Backward {
     const SpanCall& call;
     const Strip& strip;
     const int64_t b, g;
+    const Tables& tables;
     float *q_rows, *q_lanes, *d_rows, *d_lanes, *d_q, *p, *d_s, *k_room, *v_room;
     float *lse, *delta, *bias, *d_bias;
     float *d_k, *d_v;  // the strip's keys
+    float *d_of_keys, *d_of_distances = nullptr;  // of the head at hand
     int64_t memory;
 
-    Backward(const SpanCall& c, const Strip& s, int64_t batch, int64_t group)
-        : call(c), strip(s), b(batch), g(group), memory((s.rows() + ROWS) * D) {
+    Backward(const SpanCall& c, const Strip& s, int64_t batch, int64_t group, const Tables& t)
+        : call(c), strip(s), b(batch), g(group), tables(t), memory((s.rows() + ROWS) * D) {
         const size_t block = BLOCK * D, room = CHUNK * D, tile = CHUNK * BLOCK;
         const size_t sums = 2 * Pieces::rounded(memory);
-        Pieces pieces(Scratch::of_thread().floats(5 * block + 2 * room + 2 * tile + 4 * BLOCK + sums));
+        const size_t biases = c.key_bias ? Pieces::rounded(c.repeat * bias_row()) : 0;
+        Pieces pieces(
+            Scratch::of_thread().floats(5 * block + 2 * room + 2 * tile + 4 * BLOCK + sums + biases));
         q_rows = pieces.take(block), q_lanes = pieces.take(block), d_rows = pieces.take(block);
         d_lanes = pieces.take(block), d_q = pieces.take(block);
         k_room = pieces.take(room), v_room = pieces.take(room);
@@ -84,13 +89,24 @@ struct Backward {
         lse = pieces.take(BLOCK), delta = pieces.take(BLOCK);
         bias = pieces.take(BLOCK), d_bias = pieces.take(BLOCK);
         d_k = pieces.take(memory), d_v = pieces.take(memory);
+        d_of_keys = pieces.take(biases);
     }
 
-    void run(float* halo) {
+    // Sums are added by whole vectors.
+    int64_t bias_row() const { return strip.rows() + ROWS + LANES; }
+
+    // `distances`: a padded table for each head, of zeros; null if there is no bias by distance.
+    void run(float* halo, float* distances) {
         std::fill(d_k, d_k + memory, 0.0f);
         std::fill(d_v, d_v + memory, 0.0f);
+        float* const d_biases = d_of_keys;
+        if (call.key_bias) std::fill(d_biases, d_biases + call.repeat * bias_row(), 0.0f);
         for (int64_t first = strip.begin; first < strip.end; first += BLOCK)
-            for (int64_t r = 0; r < call.repeat; ++r) block(g * call.repeat + r, first);
+            for (int64_t r = 0; r < call.repeat; ++r) {
+                d_of_keys = d_biases + r * bias_row();
+                if (distances) d_of_distances = distances + r * (call.keys + 2 * MARGIN) + MARGIN;
+                block(g * call.repeat + r, first);
+            }
         const float scale = 1 / std::sqrt(float(D));
         for (int64_t i = 0; i < memory; ++i) d_k[i] *= scale;
         const int64_t before = strip.halo_rows();
@@ -100,6 +116,12 @@ struct Backward {
             const int64_t at = strip.row(key) * D;
             std::copy(d_k + at, d_k + at + D, call.d_k.row(b, g, key));
             std::copy(d_v + at, d_v + at + D, call.d_v.row(b, g, key));
+        }
+        for (int64_t r = 0; call.key_bias && r < call.repeat; ++r) {
+            const float* row = d_biases + r * bias_row();
+            std::copy(row, row + before, halo + (2 * D + r) * before);
+            std::copy(row + before, row + strip.rows(),
+                      call.d_key_bias + call.per_key(b, g * call.repeat + r, strip.own));
         }
     }
 
@@ -112,12 +134,13 @@ struct Backward {
         query_rows<D>(call.d_out, b, h, first, count, 1.0f, d_rows);
         transpose<D, BLOCK>(d_rows, d_lanes, BLOCK);
         per_query(h, first, count);
+        const Biases biases(call, tables, b, h, first, count);
         std::fill(d_q, d_q + BLOCK * D, 0.0f);
         for (int part = 0; part < PARTS; ++part) {
             Segment segment{};
             if (!find_segment(call, Part(part), first, count, segment)) continue;
             for (int chunk = segment.begin; chunk < segment.end; chunk += CHUNK)
-                attend(chunk, std::min(CHUNK, segment.end - chunk), count, segment);
+                attend(first, chunk, std::min(CHUNK, segment.end - chunk), count, segment, biases);
         }
         for (int i = 0; i < count; ++i) {
             float* to = call.d_q.row(b, h, first + i);
@@ -140,15 +163,20 @@ struct Backward {
         }
     }
 
-    void attend(int chunk, int keys, int queries, const Segment& segment) {
+    void attend(int64_t first, int chunk, int keys, int queries, const Segment& segment,
+                const Biases& biases) {
         const float* k = key_rows<D>(call.k, b, g, chunk, keys, call.keys, k_room);
         const float* v = key_rows<D>(call.v, b, g, chunk, keys, call.keys, v_room);
         for_panels<BLOCK>(queries, [&](int lane, auto n) {
             const Rows seen(segment, lane, n() * LANES, chunk, keys);
-            scores<D, n()>(k, q_lanes, p, seen, segment, lane, chunk);
+            biases.choose(
+                [&](const auto& of) { scores<D, n()>(of, k, q_lanes, p, seen, segment, lane, chunk); });
             for (int r = seen.begin; r < seen.end; r += ROWS)
                 product<n(), D, 1, BLOCK, false>(v + r * D, d_lanes + lane, d_s + r * BLOCK + lane, BLOCK, D);
             differentiate<n()>(seen, segment, lane);
+            if (call.key_bias) add_to_keys<n()>(seen, lane, d_of_keys + strip.row(chunk));
+            if (d_of_distances)
+                add_to_distances<n()>(seen, lane, d_of_distances + call.own_key(first) + lane - chunk);
             clear_rest<n()>(p, seen, lane, keys);
             clear_rest<n()>(d_s, seen, lane, keys);
         });
@@ -183,7 +211,36 @@ struct Backward {
                 store(d_bias + at, load(d_bias + at) + sum[j]);
             }
     }
+
+    // Of each key, the sum over the panel's queries.
+    template <int N>
+    HEADGATE_INLINE void add_to_keys(const Rows& seen, int lane, float* to) {
+        for (int r = seen.begin; r < seen.end; r += LANES) {
+            vec parts[LANES];
+            for (int i = 0; i < LANES; ++i) {
+                parts[i] = vec{};
+                for (int j = 0; j < N && r + i < seen.end; ++j)
+                    parts[i] += load(d_s + (r + i) * BLOCK + lane + j * LANES);
+            }
+            store(to + r, load(to + r) + lane_sums(parts));
+        }
+    }
+
+    // Of each distance, the sum over a diagonal: a row of the panel lies one place before the row above it.
+    // Rows that follow each other here are LANES apart, so that none waits for what the last one wrote.
+    template <int N>
+    HEADGATE_INLINE void add_to_distances(const Rows& seen, int lane, float* to) {
+        for (int first = seen.begin; first < std::min(seen.end, seen.begin + N * LANES); ++first)
+            for (int r = first; r < seen.end; r += N * LANES)
+                for (int j = 0; j < N; ++j) {
+                    float* at = to - r + j * LANES;
+                    store(at, load(at) + load(d_s + r * BLOCK + lane + j * LANES));
+                }
+    }
 };
+
+// Floats of a halo for each of its keys.
+int64_t halo_row(const SpanCall& call) { return 2 * call.width + (call.key_bias ? call.repeat : 0); }
 
 // The halos of later strips, added to the keys that this strip owns.
 template <int D>
@@ -192,7 +249,7 @@ void add_halos(const SpanCall& call, const std::vector<Strip>& strips, size_t n,
     const Strip& owner = strips[n];
     for (size_t m = n + 1; m < strips.size(); ++m) {
         const Strip& s = strips[m];
-        const float* halo = halos + s.halo * 2 * D;
+        const float* halo = halos + s.halo * halo_row(call);
         auto add = [&](int64_t from, int64_t to) {
             for (int64_t key = std::max(from, owner.own); key < std::min(to, owner.high); ++key) {
                 const float* row = halo + s.row(key) * D;
@@ -201,11 +258,27 @@ void add_halos(const SpanCall& call, const std::vector<Strip>& strips, size_t n,
                     store(to_k + d, load(to_k + d) + load(row + d));
                     store(to_v + d, load(to_v + d) + load(row + s.halo_rows() * D + d));
                 }
+                for (int64_t r = 0; call.key_bias && r < call.repeat; ++r)
+                    call.d_key_bias[call.per_key(b, g * call.repeat + r, key)] +=
+                        halo[(2 * D + r) * s.halo_rows() + s.row(key)];
             }
         };
         add(0, s.first);
         add(s.low, s.own);
     }
+}
+
+// A head's gradient by distance: the tables of all strips and sequences, (B,G,strips,repeat,...), added.
+void add_distances(const SpanCall& call, int64_t cuts, int64_t h, const float* tables) {
+    float* to = call.d_distance_bias + h * call.distances;
+    std::fill(to, to + call.distances, 0.0f);
+    for (int64_t b = 0; b < call.batch; ++b)
+        for (int64_t n = 0; n < cuts; ++n) {
+            const int64_t strip = (b * call.groups + h / call.repeat) * cuts + n;
+            const float* row =
+                tables + (strip * call.repeat + h % call.repeat) * (call.keys + 2 * MARGIN) + MARGIN;
+            for (int64_t d = 0; d < call.keys; ++d) to[d] += row[d];
+        }
 }
 
 }  // namespace
@@ -217,14 +290,19 @@ extern "C" __attribute__((visibility("default"))) void headgate_span_backward(
     const std::vector<Strip> strips = cut(*call);
     const int64_t pairs = call->batch * call->groups, cuts = int64_t(strips.size());
     // Of one head's strips, in floats.
-    const int64_t halo = (strips.back().halo + strips.back().halo_rows()) * 2 * call->width;
+    const int64_t halo = (strips.back().halo + strips.back().halo_rows()) * halo_row(*call);
+    const Tables tables(*call);
+    const int64_t table = call->distance_bias ? call->repeat * (call->keys + 2 * MARGIN) : 0;
+    std::vector<float> distances(size_t(pairs * cuts * table));
     float* halos = allocate(size_t(pairs * halo));
     for_width(call->width, [&](auto width) {
         constexpr int D = width();
         parallel_for(pairs * cuts, int(call->threads), [&](int64_t item) {
             const int64_t pair = item / cuts, b = pair / call->groups, g = pair % call->groups;
             const Strip& strip = strips[item % cuts];
-            Backward<D>(*call, strip, b, g).run(halos + pair * halo + strip.halo * 2 * D);
+            Backward<D>(*call, strip, b, g, tables)
+                .run(halos + pair * halo + strip.halo * halo_row(*call),
+                     table ? distances.data() + item * table : nullptr);
         });
         if (cuts > 1)
             parallel_for(pairs * cuts, int(call->threads), [&](int64_t item) {
@@ -232,5 +310,8 @@ extern "C" __attribute__((visibility("default"))) void headgate_span_backward(
                 add_halos<D>(*call, strips, size_t(item % cuts), b, g, halos + pair * halo);
             });
     });
+    if (table)
+        parallel_for(call->heads(), int(call->threads),
+                     [&](int64_t h) { add_distances(*call, cuts, h, distances.data()); });
     std::free(halos);
 }

@@ -18,8 +18,12 @@ constexpr int TILE = 64;     // keys whose rows stay in the first cache while al
 
 template <int D>
 struct Few {
-    const SpanCall& call;
     const int64_t b, g;
+    SpanCall call;
+
+    Few(const SpanCall& c, int64_t batch, int64_t group) : b(batch), g(group), call(c) {
+        if (call.windows) call.window = call.windows[g];
+    }
 
     // What one query has seen so far.
     struct State {
@@ -40,7 +44,7 @@ struct Few {
                 const int64_t near = call.first_key(t), last = std::min<int64_t>(end, tile + TILE);
                 auto see = [&](int64_t from, int64_t to, float bias) {
                     from = std::max(from, tile), to = std::min(to, last);
-                    if (from < to) attend(call.q.row(b, h, t), from, int(to - from), bias, states[i]);
+                    if (from < to) attend(h, t, from, int(to - from), bias, states[i]);
                 };
                 see(near, call.own_key(t) + 1, 0.0f);
                 if (call.ring_log_weight)
@@ -49,8 +53,24 @@ struct Few {
             }
     }
 
-    void attend(const float* q, int64_t first, int count, float bias, State& state) {
+    // The biases of LANES keys from `key` on, `count` of which there are, in units of log 2.
+    vec biases(int64_t h, int64_t t, int64_t key, int count) const {
+        const int64_t own = call.own_key(t);
+        const float* of_key = call.key_bias ? call.key_bias + call.per_key(b, h, 0) : nullptr;
+        const float* of_distance = call.distance_bias + h * call.distances + own;
+        vec found{};
+        if (of_key && count >= LANES)
+            found = load(of_key + key);
+        else
+            for (int r = 0; r < std::min(count, LANES); ++r)
+                found[r] = of_key ? of_key[key + r] : of_distance[-(key + r)];
+        return (of_key ? found - of_key[own] : found) * LOG2E;
+    }
+
+    void attend(int64_t h, int64_t t, int64_t first, int count, float bias, State& state) {
         alignas(64) float s[TILE];
+        const float* q = call.q.row(b, h, t);
+        const bool biased = call.key_bias || call.distance_bias;
         const float* k = call.k.row(b, g, first);
         const vec factor = broadcast(LOG2E / std::sqrt(float(D)));
         vec highest = broadcast(state.top);
@@ -63,10 +83,8 @@ struct Few {
                 parts[r] = load(q) * load(key);
                 for (int d = LANES; d < D; d += LANES) parts[r] += load(q + d) * load(key + d);
             }
-            exchange_blocks<1>(parts);
-            for (int step = LANES / 2; step > 0; step /= 2)
-                for (int r = 0; r < step; ++r) parts[r] += parts[r + step];
-            vec score = parts[0] * factor + bias;
+            vec score = lane_sums(parts) * factor + bias;
+            if (biased) score += biases(h, t, first + j, count - j);
             if (j + LANES > count) {
                 for (int r = count - j; r < LANES; ++r) score[r] = -__builtin_inff();
             }
@@ -129,11 +147,11 @@ void attend_few(const SpanCall& call) {
         std::vector<typename Kernel::State> states(size_t(pairs * pieces * rows));
         parallel_for(pairs * pieces, int(call.threads), [&](int64_t item) {
             const int64_t pair = item / pieces, begin = item % pieces * PIECE;
-            Kernel{call, pair / call.groups, pair % call.groups}.piece(
+            Kernel(call, pair / call.groups, pair % call.groups).piece(
                 begin, std::min<int64_t>(call.keys, begin + PIECE), states.data() + item * rows);
         });
         for (int64_t pair = 0; pair < pairs; ++pair)
-            Kernel{call, pair / call.groups, pair % call.groups}.merge(states.data() + pair * pieces * rows,
+            Kernel(call, pair / call.groups, pair % call.groups).merge(states.data() + pair * pieces * rows,
                                                                        pieces);
     });
 }

@@ -23,10 +23,11 @@ struct Forward {
         shrink = pieces.take(BLOCK), bias = pieces.take(BLOCK);
     }
 
-    void block(int64_t b, int64_t g, int64_t h, int64_t first) {
+    void block(int64_t b, int64_t g, int64_t h, int64_t first, const Tables& tables) {
         const int count = int(std::min<int64_t>(BLOCK, call.queries - first));
         query_rows<D>(call.q, b, h, first, count, LOG2E / std::sqrt(float(D)), rows);
         transpose<D, BLOCK>(rows, q_lanes, BLOCK);
+        const Biases biases(call, tables, b, h, first, count);
         std::fill(out, out + BLOCK * D, 0.0f);
         std::fill(top, top + BLOCK, LOWEST);
         std::fill(total, total + BLOCK, 0.0f);
@@ -35,7 +36,7 @@ struct Forward {
             if (!find_segment(call, Part(part), first, count, segment)) continue;
             if (segment.ring) load_bias(call.ring_log_weight + call.per_query(b, h, first), count);
             for (int chunk = segment.begin; chunk < segment.end; chunk += CHUNK)
-                attend(b, g, chunk, std::min(CHUNK, segment.end - chunk), count, segment);
+                attend(b, g, chunk, std::min(CHUNK, segment.end - chunk), count, segment, biases);
         }
         finish(b, h, first, count);
     }
@@ -44,13 +45,15 @@ struct Forward {
         for (int i = 0; i < BLOCK; ++i) bias[i] = i < count ? log_weight[i] * LOG2E : 0.0f;
     }
 
-    void attend(int64_t b, int64_t g, int chunk, int keys, int queries, const Segment& segment) {
+    void attend(int64_t b, int64_t g, int chunk, int keys, int queries, const Segment& segment,
+                const Biases& biases) {
         const float* k = key_rows<D>(call.k, b, g, chunk, keys, call.keys, k_room);
         const float* v = key_rows<D>(call.v, b, g, chunk, keys, call.keys, v_room);
         bool shrunk = false;
         for_panels<BLOCK>(queries, [&](int lane, auto n) {
             const Rows seen(segment, lane, n() * LANES, chunk, keys);
-            scores<D, n()>(k, q_lanes, s, seen, segment, lane, chunk);
+            biases.choose(
+                [&](const auto& of) { scores<D, n()>(of, k, q_lanes, s, seen, segment, lane, chunk); });
             shrunk |= weigh<n()>(seen, segment, lane);
             clear_rest<n()>(s, seen, lane, keys);
         });
@@ -113,12 +116,13 @@ extern "C" __attribute__((visibility("default"))) void headgate_span_forward(con
     using namespace headgate;
     if (call->queries <= FEW) return attend_few(*call);
     const int64_t blocks = call->blocks(), repeat = call->repeat;
+    const Tables tables(*call);
     for_width(call->width, [&](auto width) {
         // Late blocks first: under a full span they are the longest. Heads that share keys follow each other.
         parallel_for(call->batch * call->groups * blocks * repeat, int(call->threads), [&](int64_t item) {
             const int64_t r = item % repeat, block = blocks - 1 - item / repeat % blocks;
-            const int64_t pair = item / repeat / blocks, g = pair % call->groups;
-            Forward<width()>(*call).block(pair / call->groups, g, g * repeat + r, block * BLOCK);
+            const int64_t pair = item / repeat / blocks, g = pair % call->groups, h = g * repeat + r;
+            Forward<width()>(*call).block(pair / call->groups, g, h, block * BLOCK, tables);
         });
     });
 }

@@ -23,6 +23,9 @@ class SpanCall(ctypes.Structure):
         *((n, ctypes.c_int64) for n in ("window", "dense_prefix", "pinned", "ring", "start")),
         *((n, View) for n in ("q", "k", "v", "out", "d_out", "d_q", "d_k", "d_v")),
         *((n, ctypes.c_void_p) for n in ("lse", "ring_log_weight", "d_lse", "d_ring_log_weight", "active")),
+        *((n, ctypes.c_void_p) for n in ("key_bias", "d_key_bias", "distance_bias", "d_distance_bias")),
+        ("distances", ctypes.c_int64),
+        ("windows", ctypes.c_void_p),
     ]
 
 
@@ -43,17 +46,25 @@ def forward(
     k: Tensor,
     v: Tensor,
     ring_log_weight: Tensor | None,
+    key_bias: Tensor | None,
+    distance_bias: Tensor | None,
     span: Sequence[int],
     out: Tensor,
     lse: Tensor,
     active: Tensor | None = None,
+    windows: Sequence[int] | None = None,
 ) -> None:
-    """With `active` (B,H), and one query, the other heads are not computed."""
+    """With few queries some heads may be left out, by `active` (B,H), and each key head have a window of its
+    own, by `windows`."""
     q, k, v = rows(q), rows(k), rows(v)
-    weight = _numbers(ring_log_weight)
+    weight, key_bias, distance_bias = map(_numbers, (ring_log_weight, key_bias, distance_bias))
     call = new_call(q, k, span)
     call.q, call.k, call.v, call.out = view(q), view(k), view(v), view(out)
+    _set_biases(call, key_bias, distance_bias)
     call.lse, call.ring_log_weight, call.active = lse.data_ptr(), _pointer(weight), _pointer(active)
+    if windows is not None:
+        of_heads = (ctypes.c_int64 * len(windows))(*windows)
+        call.windows = ctypes.addressof(of_heads)
     library.library().headgate_span_forward(ctypes.byref(call))
 
 
@@ -64,6 +75,8 @@ def backward(
     k: Tensor,
     v: Tensor,
     ring_log_weight: Tensor | None,
+    key_bias: Tensor | None,
+    distance_bias: Tensor | None,
     out: Tensor,
     lse: Tensor,
     span: Sequence[int],
@@ -71,10 +84,15 @@ def backward(
     d_k: Tensor,
     d_v: Tensor,
     d_weight: Tensor,
+    d_key_bias: Tensor,
+    d_distance_bias: Tensor,
 ) -> None:
     q, k, v, out, d_out = rows(q), rows(k), rows(v), rows(out), rows(d_out)
     weight, d_lse, lse = _numbers(ring_log_weight), _numbers(d_lse), lse.contiguous()
+    key_bias, distance_bias = map(_numbers, (key_bias, distance_bias))
     call = new_call(q, k, span)
+    _set_biases(call, key_bias, distance_bias)
+    call.d_key_bias, call.d_distance_bias = d_key_bias.data_ptr(), d_distance_bias.data_ptr()
     call.q, call.k, call.v, call.out, call.d_out = view(q), view(k), view(v), view(out), view(d_out)
     call.d_q, call.d_k, call.d_v = view(d_q), view(d_k), view(d_v)
     call.lse, call.ring_log_weight = lse.data_ptr(), _pointer(weight)
@@ -87,6 +105,11 @@ def new_call(q: Tensor, k: Tensor, span: Sequence[int]) -> SpanCall:
     return SpanCall(batch, groups, heads // groups, queries, keys, width, library.threads(), *span)
 
 
+def _set_biases(call: SpanCall, key_bias: Tensor | None, distance_bias: Tensor | None) -> None:
+    call.key_bias, call.distance_bias = _pointer(key_bias), _pointer(distance_bias)
+    call.distances = 0 if distance_bias is None else distance_bias.shape[1]
+
+
 def rows(t: Tensor) -> Tensor:
     return t if t.stride(3) == 1 else t.contiguous()
 
@@ -96,7 +119,7 @@ def view(t: Tensor) -> View:
 
 
 def _numbers(t: Tensor | None) -> Tensor | None:
-    """A number a query as the kernels read it; under autocast a log-weight comes in half precision."""
+    """Log-weights and biases as the kernels read them; under autocast they come in half precision."""
     return None if t is None else t.to(torch.float32).contiguous()
 
 

@@ -4,7 +4,10 @@ One op serves full causal attention, windows, a window after a dense prefix, fir
 a ring of keys further out that enters with a per-query log-weight: `Span` says which. It returns the
 log-sum-exp as well, differentiably, so that branches over disjoint keys can be merged exactly.
 
-Shapes: q (B,H,Tq,D); k, v (B,G,Tk,D); ring_log_weight and lse (B,H,Tq). The output lies in memory as
+A bias may be added to the logits: one per key, or one by the distance of query and key.
+
+Shapes: q (B,H,Tq,D); k, v (B,G,Tk,D); ring_log_weight and lse (B,H,Tq); key_bias (B,H,Tk); distance_bias
+(H,L), L at least Tk. The output lies in memory as
 (B,Tq,H,D), as the projection after it wants it; a gradient lies as its input does if that has whole rows.
 """
 
@@ -51,9 +54,44 @@ def attention(q: Tensor, k: Tensor, v: Tensor, span: Span, *, backend: str = "au
     """Attention over a span, without a ring: the output (B,H,Tq,D) alone, which more paths can compute."""
     check(q, k, v)
     span.check()
+    result: tuple[Tensor, Any] = SPAN(backend, q, k, v, span.simplest(k.shape[2]), output_only=True)
+    return result[0]
+
+
+def biased_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_bias: Tensor,
+    span: Span = Span(),  # noqa: B008 - a tuple
+    *,
+    backend: str = "auto",
+) -> Tensor:
+    """Attention over a span with `key_bias` (B,H,Tk) added to the logits of each key: the output (B,H,Tq,D).
+
+    Only differences of biases matter, and nothing else is rounded: a running sum that has grown to
+    thousands loses no more than fp32 itself does. `span_attention` takes a key_bias too, and returns the
+    log-sum-exp.
+    """
+    check(q, k, v)
+    span.check()
+    check_key_bias(q, k, key_bias)
     result: tuple[Tensor, Any] = SPAN(
-        backend, q, k, v, span.simplest(k.shape[2]), ring_log_weight=None, output_only=True
+        backend, q, k, v, span.simplest(k.shape[2]), key_bias=key_bias, output_only=True
     )
+    return result[0]
+
+
+def distance_biased_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, backend: str = "auto"
+) -> Tensor:
+    """softmax over j <= i of q.k / sqrt(D) + bias[h, i-j]; bias (H,L) with L at least the number of keys."""
+    check(q, k, v)
+    if bias.ndim != 2 or bias.shape[0] != q.shape[1] or bias.shape[1] < k.shape[2]:
+        raise HeadgateError(
+            f"bias has shape {tuple(bias.shape)}; expected (H,L) = ({q.shape[1]}, at least {k.shape[2]})"
+        )
+    result: tuple[Tensor, Any] = SPAN(backend, q, k, v, Span(), distance_bias=bias, output_only=True)
     return result[0]
 
 
@@ -64,18 +102,28 @@ def span_attention(
     span: Span = Span(),  # noqa: B008 - a tuple
     *,
     ring_log_weight: Tensor | None = None,
+    key_bias: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """The op in full: the output (B,H,Tq,D) and the log-sum-exp of the attended logits (B,H,Tq).
 
     Keys at a distance above `span.window` and up to `span.ring` enter with `ring_log_weight` added to their
-    logit.
+    logit, every key with its `key_bias` if there is one.
     """
     check(q, k, v)
     span.check()
     check_ring(q, span, ring_log_weight)
+    if key_bias is not None:
+        check_key_bias(q, k, key_bias)
     result: tuple[Tensor, Tensor] = SPAN(
-        backend, q, k, v, span.simplest(k.shape[2]), ring_log_weight=ring_log_weight, output_only=False
+        backend,
+        q,
+        k,
+        v,
+        span.simplest(k.shape[2]),
+        ring_log_weight=ring_log_weight,
+        key_bias=key_bias,
+        output_only=False,
     )
     return result
 
@@ -111,7 +159,13 @@ def check_ring(q: Tensor, span: Span, log_weight: Tensor | None) -> None:
         raise HeadgateError(f"ring_log_weight has shape {given}; expected (B,H,Tq) = {expected}")
 
 
-_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? ring_log_weight"
+def check_key_bias(q: Tensor, k: Tensor, key_bias: Tensor) -> None:
+    expected = (*q.shape[:2], k.shape[2])
+    if tuple(key_bias.shape) != expected:
+        raise HeadgateError(f"key_bias has shape {tuple(key_bias.shape)}; expected (B,H,Tk) = {expected}")
+
+
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? ring_log_weight, Tensor? key_bias, Tensor? distance_bias"
 
 
 def _results(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -120,41 +174,70 @@ def _results(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 def _gradients(
-    d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, *_: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    d_weight = q.new_empty(q.shape[:3] if weight is not None else (0,), dtype=tiled.accumulator(q))
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ring_log_weight: Tensor | None,
+    key_bias: Tensor | None,
+    distance_bias: Tensor | None,
+    *_: Any,
+) -> tuple[Tensor, ...]:
+    """Of an input that is not there, a gradient without elements."""
+    biases = (
+        q.new_empty((0,) if t is None else t.shape, dtype=tiled.accumulator(q))
+        for t in (ring_log_weight, key_bias, distance_bias)
+    )
     d_q, d_k, d_v = (torch.empty_like(t) if t.stride(-1) == 1 else t.new_empty(t.shape) for t in (q, k, v))
-    return d_q, d_k, d_v, d_weight
+    return d_q, d_k, d_v, *biases
 
 
 def _register(name: str, path: Any) -> Any:
-    """A path from a module with `forward` and `backward`, which fill what is allocated here."""
+    """A path from a module with `forward` and `backward`, which fill what is allocated here.
+
+    With a bias per key these count the log-sum-exp from the bias of the query's own key, so that it is not
+    rounded to the size of a running sum: the weights in the backward pass come from it.
+    """
     op = register(name, f"({_INPUTS}, SymInt[] span) -> (Tensor, Tensor)", _results, path.forward)
     backward = register(
         f"{name}_backward",
         f"(Tensor d_out, Tensor? d_lse, {_INPUTS}, Tensor out, Tensor lse, SymInt[] span)"
-        " -> (Tensor, Tensor, Tensor, Tensor)",
+        " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
         _gradients,
         path.backward,
     )
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs[:4], *output)
-        ctx.span = inputs[4]
+        *tensors, ctx.span = inputs
+        ctx.save_for_backward(*tensors, *output)
 
     def gradient(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, weight, out, lse = ctx.saved_tensors
+        *inputs, out, lse = ctx.saved_tensors
         if d_out is None:
             d_out = torch.zeros_like(out)
-        d_q, d_k, d_v, d_weight = backward(d_out, d_lse, q, k, v, weight, out, lse, ctx.span)
-        return d_q, d_k, d_v, None if weight is None else d_weight.to(weight.dtype), None
+        d_q, d_k, d_v, *biases = backward(d_out, d_lse, *inputs, out, lse, ctx.span)
+        if inputs[4] is not None and d_lse is not None:
+            biases[1][:, :, biases[1].shape[2] - d_lse.shape[2] :] -= d_lse
+        given = zip(inputs[3:], biases, strict=True)
+        return d_q, d_k, d_v, *(None if t is None else d.to(t.dtype) for t, d in given), None
 
     def run(
-        q: Tensor, k: Tensor, v: Tensor, span: Span, *, ring_log_weight: Tensor | None, output_only: bool
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        span: Span,
+        *,
+        output_only: bool,
+        ring_log_weight: Tensor | None = None,
+        key_bias: Tensor | None = None,
+        distance_bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        result: tuple[Tensor, Tensor] = op(q, k, v, ring_log_weight, span.numbers())
-        return result
+        out, lse = op(q, k, v, ring_log_weight, key_bias, distance_bias, span.numbers())
+        if key_bias is not None and not output_only:
+            lse = lse + key_bias[:, :, k.shape[2] - q.shape[2] :]
+        return out, lse
 
     register_gradient(name, setup, gradient)
     refuse_gradient(f"{name}_backward")
@@ -173,24 +256,30 @@ def causal_gradients(
     """The gradients of q, k, v through causal attention that is one branch of a larger softmax, given the
     output and the log-sum-exp of the whole; by the path that `branch_path` chose for the forward pass."""
     backward = getattr(torch.ops.headgate, f"span_{path}_backward")
-    d_q, d_k, d_v, _ = backward(d_out, None, q, k, v, None, out, lse, Span().numbers())
-    return d_q, d_k, d_v
+    gradients: tuple[Tensor, ...] = backward(
+        d_out, None, q, k, v, None, None, None, out, lse, Span().numbers()
+    )
+    return gradients[0], gradients[1], gradients[2]
 
 
 def _with_log_sum_exp(attend: Any) -> Any:
     """A path that returns it whether or not it is asked for."""
 
     def run(
-        q: Tensor, k: Tensor, v: Tensor, span: Span, *, ring_log_weight: Tensor | None, output_only: bool
+        q: Tensor, k: Tensor, v: Tensor, span: Span, *, output_only: bool, **biases: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        result: tuple[Tensor, Tensor] = attend(q, k, v, span, ring_log_weight=ring_log_weight)
+        result: tuple[Tensor, Tensor] = attend(q, k, v, span, **biases)
         return result
 
     return run
 
 
+def _refuse_flex(q: Tensor, *args: Any, distance_bias: Tensor | None = None, **options: Any) -> str | None:
+    return "it has no bias by distance" if distance_bias is not None else flex.refuse(q)
+
+
 SPAN.path("native", refuse=lambda q, *args, **options: native.refuse(q))(_register("span_native", native))
 SPAN.path("sdpa", refuse=sdpa.refuse)(sdpa.causal_attention)
-SPAN.path("flex", refuse=flex.refuse)(_with_log_sum_exp(flex.span_attention))
+SPAN.path("flex", refuse=_refuse_flex)(_with_log_sum_exp(flex.span_attention))
 SPAN.path("torch")(_register("span_torch", tiled))
 SPAN.path("reference")(_with_log_sum_exp(reference.span_attention))

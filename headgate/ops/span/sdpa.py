@@ -12,11 +12,15 @@ from headgate.ops.span.options import Span
 DEVICES = ("cuda",)
 
 
-def refuse(q: Tensor, k: Tensor, v: Tensor, span: Span, *, output_only: bool, **options: Any) -> str | None:
+def refuse(
+    q: Tensor, k: Tensor, v: Tensor, span: Span, *, output_only: bool, **biases: Tensor | None
+) -> str | None:
     if q.device.type not in DEVICES:
         return f"it runs on a GPU, not on {q.device.type}"
     if span.window is not None:
         return "it has no windows"
+    if any(bias is not None for bias in biases.values()):
+        return "it has no biases"
     if not output_only:
         return "its log-sum-exp has no gradient"
     if q.shape[2] not in (1, k.shape[2]):

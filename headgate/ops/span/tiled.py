@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from headgate.ops import reference
@@ -76,7 +77,9 @@ class SpanTiles:
         edges = [(slice(0, size), j < i), (slice(window, window + size), j > i)]
         for first in self.whole_windows:
             own = self.offset + first
-            yield SpanTile(slice(first, first + size), slice(own - window, own + size), 0, edges, None)
+            yield SpanTile(
+                slice(first, first + size), slice(own - window, own + size), 0, edges, None, self.offset
+            )
 
     def _tile(self, first: int, last: int) -> "SpanTile":
         span, low = self.span, 0
@@ -93,7 +96,8 @@ class SpanTiles:
         if span.ring:
             in_ring = reference.in_ring(i, j, span)
             allowed = allowed | in_ring
-        return SpanTile(slice(first, last), slice(low, high), extra, [(slice(None), ~allowed)], in_ring)
+        hidden = [(slice(None), ~allowed)]
+        return SpanTile(slice(first, last), slice(low, high), extra, hidden, in_ring, self.offset)
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,8 @@ class SpanTile:
     edges: list[tuple[slice, Tensor]]
     """Ranges of the tile's keys, and which pairs (n, keys) are hidden in them."""
     in_ring: Tensor | None
+    offset: int
+    """The key of the call's first query."""
 
     def of_keys(self, kv: Tensor) -> Tensor:
         near = kv[:, self.keys]
@@ -121,15 +127,49 @@ class SpanTile:
         """(N,R,Tq,...) -> (N,R*n,...)"""
         return grouped[:, :, self.queries].flatten(1, 2)
 
-    def scores(self, q: Tensor, k: Tensor, ring_log2_weight: Tensor | None) -> Tensor:
+    @property
+    def own_keys(self) -> slice:
+        return slice(self.offset + self.queries.start, self.offset + self.queries.stop)
+
+    def scores(self, q: Tensor, k: Tensor, biases: "Biases") -> Tensor:
         """Masked logits (N,R,n,m) of q (N,R*n,D), which carries the scale, and k (N,m,D)."""
         s = torch.bmm(q, k.mT).unflatten(1, (-1, self.queries.stop - self.queries.start))
-        if ring_log2_weight is not None:
+        if biases.ring is not None:
             assert self.in_ring is not None
-            s += torch.where(self.in_ring, ring_log2_weight[:, :, self.queries, None], 0.0)
+            s += torch.where(self.in_ring, biases.ring[:, :, self.queries, None], 0.0) * LOG2E
+        if biases.key is not None:
+            own, rows = biases.key[:, :, self.own_keys], biases.key.transpose(1, 2)
+            s += (self.of_keys(rows).transpose(1, 2)[:, :, None] - own[..., None]).mul_(LOG2E)
+        if biases.distance is not None:
+            batches = s.unflatten(0, (-1, len(biases.distance)))
+            batches.add_(self.by_distance(biases.distance), alpha=LOG2E)
         for columns, hidden in self.edges:
             s[..., columns].masked_fill_(hidden, -math.inf)
         return s
+
+    def by_distance(self, table: Tensor) -> Tensor:
+        """table[..., i - j] of (G,R,L) as (G,R,n,m), 0 above the diagonal; all keys from 0 on."""
+        n, m = self.queries.stop - self.queries.start, self.keys.stop
+        line = torch.cat([table.new_zeros(*table.shape[:-1], n - 1), table[..., :m]], -1)
+        return line.flip(-1).unfold(-1, m, 1).flip(-2)
+
+    def of_distances(self, d_s: Tensor) -> Tensor:
+        """The sums of d_s (...,n,m) over the pairs of each distance 0 to m - 1: (...,m)."""
+        n, m = d_s.shape[-2:]
+        skewed = F.pad(d_s.flip(-2), (0, n)).flatten(-2)[..., : n * (m + n - 1)].unflatten(-1, (n, -1))
+        return skewed.sum(-2)[..., :m].flip(-1)
+
+
+@dataclass(frozen=True)
+class Biases:
+    """What is added to logits, in the shapes of the products."""
+
+    ring: Tensor | None
+    """(N,R,Tq)"""
+    key: Tensor | None
+    """(N,R,Tk)"""
+    distance: Tensor | None
+    """(G,R,L)"""
 
 
 def accumulator(t: Tensor) -> torch.dtype:
@@ -142,11 +182,14 @@ def forward(
     k: Tensor,
     v: Tensor,
     ring_log_weight: Tensor | None,
+    key_bias: Tensor | None,
+    distance_bias: Tensor | None,
     span: Sequence[int],
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    if _is_fused(q, k, span):
+    biased = key_bias is not None or distance_bias is not None
+    if not biased and _is_fused(q, k, span):
         fused_out, fused_lse = _fused(_rows(q), _rows(k), _rows(v), 0.0, True)
         out.copy_(fused_out)
         lse.copy_(fused_lse)
@@ -154,13 +197,13 @@ def forward(
     dtype, per_key_head = lse.dtype, KeyHeadRows(q, k)
     scaled = per_key_head.queries(q.to(dtype) * (LOG2E / math.sqrt(q.shape[-1])))
     keys, values = k.to(dtype).flatten(0, 1), v.to(dtype).flatten(0, 1)
-    weight = None if ring_log_weight is None else per_key_head.queries(ring_log_weight.to(dtype) * LOG2E)
+    biases = per_key_head.biases(ring_log_weight, key_bias, distance_bias, dtype)
     tiles = SpanTiles(q.shape[2], k.shape[2], Span.of(span), q.device)
-    fused = q.device.type == "cpu" and len(tiles.whole_windows) > 0
+    fused = not biased and q.device.type == "cpu" and len(tiles.whole_windows) > 0
     if fused:
         _fused_windows(tiles, scaled, keys, values, per_key_head, out, lse)
     for tile in tiles.tiles(q.shape[0] * q.shape[1], whole_windows=not fused):
-        s = tile.scores(tile.of_queries(scaled), tile.of_keys(keys), weight)
+        s = tile.scores(tile.of_queries(scaled), tile.of_keys(keys), biases)
         top = s.amax(-1, keepdim=True)
         p = s.sub_(top).exp2_()
         total = p.sum(-1, keepdim=True)
@@ -176,6 +219,8 @@ def backward(
     k: Tensor,
     v: Tensor,
     ring_log_weight: Tensor | None,
+    key_bias: Tensor | None,
+    distance_bias: Tensor | None,
     out: Tensor,
     lse: Tensor,
     span: Sequence[int],
@@ -183,8 +228,11 @@ def backward(
     d_k: Tensor,
     d_v: Tensor,
     d_weight: Tensor,
+    d_key_bias: Tensor,
+    d_distance_bias: Tensor,
 ) -> None:
-    if d_lse is None and _is_fused(q, k, span):
+    biased = key_bias is not None or distance_bias is not None
+    if not biased and d_lse is None and _is_fused(q, k, span):
         grads = _fused_backward(*map(_rows, (d_out, q, k, v, out)), lse, 0.0, True)
         for to, grad in zip((d_q, d_k, d_v), grads, strict=True):
             to.copy_(grad)
@@ -200,19 +248,29 @@ def backward(
         per_key_head.queries(d_out.to(dtype)),
     )
     keys, values = k.to(dtype).flatten(0, 1), v.to(dtype).flatten(0, 1)
-    weight = None if ring_log_weight is None else per_key_head.queries(ring_log_weight.to(dtype) * LOG2E)
+    biases = per_key_head.biases(ring_log_weight, key_bias, distance_bias, dtype)
     sum_k, sum_v = keys.new_zeros(keys.shape), values.new_zeros(values.shape)
     tiles = SpanTiles(q.shape[2], k.shape[2], Span.of(span), q.device)
+    for bias in (d_key_bias, d_distance_bias):
+        bias.zero_()
     for tile in tiles.tiles(q.shape[0] * q.shape[1]):
         q_tile, k_tile, d_tile = tile.of_queries(scaled), tile.of_keys(keys), tile.of_queries(upstream)
-        p = tile.scores(q_tile, k_tile, weight).sub_(log2_sum[:, :, tile.queries, None]).exp2_()
+        p = tile.scores(q_tile, k_tile, biases).sub_(log2_sum[:, :, tile.queries, None]).exp2_()
         heads = p.shape[1:3]
         tile.add_to_keys(sum_v, p.flatten(1, 2), d_tile)
         d_s = torch.bmm(d_tile, tile.of_keys(values).mT).sub_(tile.of_queries(delta)[..., None])
         d_s.mul_(p.flatten(1, 2))
-        if weight is not None:
+        by_head = d_s.unflatten(1, heads)
+        if ring_log_weight is not None:
             assert tile.in_ring is not None
-            d_weight[:, :, tile.queries] = per_key_head.undo((d_s.unflatten(1, heads) * tile.in_ring).sum(-1))
+            d_weight[:, :, tile.queries] = per_key_head.undo((by_head * tile.in_ring).sum(-1))
+        if key_bias is not None:
+            per_key = per_key_head.undo(by_head.sum(-2))
+            d_key_bias[:, :, : tile.extra] += per_key[..., : tile.extra]
+            d_key_bias[:, :, tile.keys] += per_key[..., tile.extra :]
+        if distance_bias is not None:
+            per_distance = per_key_head.undo(tile.of_distances(by_head)).sum(0)
+            d_distance_bias[:, : per_distance.shape[1]] += per_distance
         d_q[:, :, tile.queries] = per_key_head.undo(torch.bmm(d_s, k_tile).mul_(scale).unflatten(1, heads))
         tile.add_to_keys(sum_k, d_s, q_tile)
     d_k.copy_(sum_k.mul_(LN2).view_as(k))
@@ -227,6 +285,15 @@ class KeyHeadRows:
 
     def queries(self, t: Tensor) -> Tensor:
         return t.reshape(self.batch * self.groups, self.repeat, *t.shape[2:])
+
+    def biases(
+        self, ring: Tensor | None, key: Tensor | None, distance: Tensor | None, dtype: torch.dtype
+    ) -> Biases:
+        return Biases(
+            None if ring is None else self.queries(ring.to(dtype)),
+            None if key is None else self.queries(key.to(dtype)),
+            None if distance is None else distance.to(dtype).unflatten(0, (self.groups, self.repeat)),
+        )
 
     def undo(self, t: Tensor) -> Tensor:
         return t.reshape(self.batch, self.groups * self.repeat, *t.shape[2:])

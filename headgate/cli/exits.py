@@ -1,0 +1,79 @@
+"""How a command ends: whatever the user can do something about is one sentence and exit code 2.
+
+Code 130 follows Ctrl-C, 128 + N another signal that stopped a run. What is left, with a traceback, is a bug.
+"""
+
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from headgate.errors import HeadgateError
+
+
+@contextmanager
+def exit_codes() -> Iterator[None]:
+    """Run a command inside: its errors become sentences, and its output is written out before it ends."""
+    _usable_streams()
+    try:
+        try:
+            yield
+        finally:
+            with _naming_output():
+                sys.stdout.flush()
+    except HeadgateError as error:
+        _refuse(str(error))
+    except KeyboardInterrupt:
+        _say("interrupted")
+        sys.exit(130)
+    except BrokenPipeError:
+        # The reader has left, as `| head` does; nothing is wrong, and nothing more can be written.
+        with suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        what = "standard output" if error.filename is None else repr(str(error.filename))
+        _refuse(f"{what} cannot be written or read: {error.strerror or error}")
+    except MemoryError:
+        _refuse("there is not enough memory for this; take a smaller model, batch or context")
+    except RecursionError:
+        _refuse("what was given is nested too deep")
+    except RuntimeError as error:
+        # PyTorch has no class of its own for main memory that cannot be had.
+        if "out of memory" not in str(error).lower() and "can't allocate memory" not in str(error):
+            raise
+        _refuse("there is not enough memory for this; take a smaller model, batch or context")
+
+
+def _usable_streams() -> None:
+    """Output goes somewhere, and a character that its encoding lacks is replaced, not an error."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by whoever started us
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - it is kept open
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace" if name == "stderr" else "replace")
+
+
+@contextmanager
+def _naming_output() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        with suppress(OSError):  # what is buffered would fail again at the very end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        number = error.errno or errno.EIO
+        raise HeadgateError(f"standard output cannot be written: {os.strerror(number)}") from error
+
+
+def _refuse(sentence: str) -> None:
+    _say(sentence)
+    sys.exit(2)
+
+
+def _say(sentence: str) -> None:
+    rank = os.environ.get("RANK", "0")  # under torchrun every process usually meets the same error
+    with suppress(OSError):
+        print(f"headgate{'' if rank == '0' else f' (rank {rank})'}: {sentence}", file=sys.stderr)

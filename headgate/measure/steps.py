@@ -1,0 +1,98 @@
+"""`headgate bench --steps`: every mechanism in a small model, against `full` in the same rounds.
+
+A row a mechanism: the time of a training step and its peak memory, the time of a decoded token after contexts
+of several lengths, and how near its attention alone comes to the speed of a matrix product.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from headgate.compare.variants import Variant
+from headgate.config import override
+from headgate.machine import keep_memory
+from headgate.measure.costs import build, decoding_step, peak_memory, training_step
+from headgate.measure.speed import Shape, interleaved, measure, mechanism_cases, ratios
+from headgate.mechanisms import MECHANISMS
+from headgate.recipes import get_recipe
+
+BASELINE = "full"
+DECODED_AFTER = (2048, 65536)
+
+
+@dataclass
+class Row:
+    """Of one mechanism, by length: times and bytes as multiples of full's, with quartiles of the times."""
+
+    name: str
+    step: dict[int, tuple[float, float, float]] = field(default_factory=dict)
+    memory: dict[int, float] = field(default_factory=dict)
+    decoding: dict[int, tuple[float, float, float]] = field(default_factory=dict)
+    sgemm_share: float = 0.0
+
+
+def measure_steps(
+    names: Sequence[str] | None,
+    *,
+    recipe: str,
+    lengths: Sequence[int],
+    decoded_after: Sequence[int] = DECODED_AFTER,
+    memory: bool,
+    seconds: float,
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[Row]:
+    """About `seconds` for every mechanism at every length; one sequence a step, as the recipe has it."""
+    keep_memory()
+    base = override(get_recipe(recipe), ["train.batch_size=1"])
+    chosen = list(dict.fromkeys([BASELINE, *(MECHANISMS.names() if names is None else names)]))
+    variants = {name: Variant.parse(name) for name in chosen}
+    rows = {name: Row(name) for name in chosen}
+    spent = seconds * len(chosen)
+    for length in lengths:
+        steps = {n: training_step(build(v, base), base.train, length) for n, v in variants.items()}
+        progress(f"steps at {length}")
+        times = interleaved(steps, seconds=spent)
+        del steps
+        for name, row in rows.items():
+            row.step[length] = ratios(times, name, BASELINE)
+        if memory:
+            progress(f"memory at {length}")
+            peaks = {name: peak_memory(variant, base, length) for name, variant in variants.items()}
+            for name, row in rows.items():
+                row.memory[length] = peaks[name] / peaks[BASELINE]
+    for length in decoded_after:
+        progress(f"contexts of {length} to decode after")
+        steps = {n: decoding_step(build(v, base).eval(), length)[0] for n, v in variants.items()}
+        times = interleaved(steps, seconds=spent)
+        for name, row in rows.items():
+            row.decoding[length] = ratios(times, name, BASELINE)
+    shape, longest = Shape(), max(lengths)
+    progress(f"attention alone at {longest}")
+    alone = measure(mechanism_cases(shape, chosen), [longest], shape, seconds=seconds, most_rounds=3)
+    for figure in alone.figures:
+        if figure.name in rows and figure.passes == "forward+backward":
+            rows[figure.name].sgemm_share = figure.sgemm_share
+    return list(rows.values())
+
+
+def steps_table(rows: Sequence[Row]) -> Table:
+    first = rows[0]
+    table = Table(title="time and memory relative to full (quartiles)", box=None, pad_edge=False)
+    table.title_justify = "left"
+    table.add_column("", no_wrap=True)
+    columns = [f"step T={n}" for n in first.step] + [f"memory T={n}" for n in first.memory]
+    for column in [*columns, *(f"token after {n}" for n in first.decoding), "sgemm"]:
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        times = [f"{m:.2f} ({low:.2f}-{high:.2f})" for m, low, high in row.step.values()]
+        memory = [f"{share:.2f}" for share in row.memory.values()]
+        tokens = [f"{m:.2f} ({low:.2f}-{high:.2f})" for m, low, high in row.decoding.values()]
+        table.add_row(Text(row.name), *map(Text, [*times, *memory, *tokens, f"{row.sgemm_share:.2f}"]))
+    return table
+
+
+def steps_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    return [asdict(row) for row in rows]
