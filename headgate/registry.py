@@ -1,13 +1,7 @@
 """Names for things that live one to a file: registered by decorator, found by scanning their package."""
 
-import hashlib
-import importlib
-import importlib.metadata
-import importlib.util
 import os
-import pkgutil
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -61,6 +55,9 @@ class Registry(Generic[T]):
     def scan(self) -> None:
         if self._scanned:
             return
+        import importlib.metadata  # slow to import, and `headgate --help` needs no names
+        import pkgutil
+
         assert self.package is not None
         self._scanned = True  # first: the modules imported below may ask for entries themselves
         for module in pkgutil.iter_modules(importlib.import_module(self.package).__path__):
@@ -116,6 +113,9 @@ class Registry(Generic[T]):
 
 
 def _run_file(file: Path) -> None:
+    import hashlib
+    import importlib.util
+
     name = f"headgate_file_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
@@ -131,6 +131,8 @@ def _run_file(file: Path) -> None:
 
 def _where(error: BaseException, file: Path) -> str:
     """The error with the line of the file that raised it."""
+    import traceback
+
     lines = [
         frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)
     ]
