@@ -344,7 +344,7 @@ def test_a_faulty_source_is_one_sentence_and_nothing_is_written(
         ),
         ({"mechanism": "dynamic-spars"}, "unknown mechanism 'dynamic-spars'; did you mean"),
         ({"mechanism": "local:windw=3"}, "local has no option 'windw'"),
-        ({"mechanism": "[local, full]"}, "is no list; expected such as"),
+        ({"mechanism": "[local, full]"}, "unknown mechanism '.local, full.'; known are"),
         ({"dtype": "int8"}, "dtype='int8' is not a choice"),
     ],
 )
