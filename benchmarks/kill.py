@@ -36,7 +36,7 @@ from headgate.compare import run_process, study
 from headgate.config import Config, RunOptions, StudyOptions
 from headgate.data import prepare as preparing
 from headgate.data import shards, workers
-from headgate.data.folder import Progress
+from headgate.data.folder import PrepareState
 from headgate.recipes import get_recipe
 from headgate.train import checkpoint
 from headgate.train.folder import WALL_CLOCK, RunFolder, read_metrics
@@ -165,7 +165,7 @@ def saved_documents(folder: Path) -> int:
         assert manifest is not None
         return sum(split.documents for split in manifest.splits)
     note = folder / "progress.json"
-    return config.load(Progress, note).now.documents if note.is_file() else 0
+    return config.load(PrepareState, note).now.documents if note.is_file() else 0
 
 
 def folder_result(folder: Path) -> dict[str, str]:

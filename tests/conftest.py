@@ -14,6 +14,7 @@ from pathlib import Path
 # its own number. PyTorch reads this when it is first imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import hypothesis
 import pytest
 import torch
 from filelock import FileLock
@@ -26,6 +27,10 @@ from headgate.data.prepare import Request, prepare
 # On a device (`make test-gpu`) they are compiled.
 if os.environ.get("HEADGATE_DEVICE", "cpu") == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+hypothesis.settings.register_profile("any speed", deadline=None)
+hypothesis.settings.load_profile("any speed")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -110,10 +110,10 @@ class GatedDelta(Mechanism):
         answered, memory = ops.gated_delta(q, k, v, log_decay, beta, past.carried("memory"))
         past.carry("memory", memory)
         out = rms_norm(answered, self.norm.weight, 1e-6)
-        if self.out_gate is None:
-            return out
-        gate = F.silu(self.out_gate(x)).unflatten(-1, (self.heads.n_heads, -1)).transpose(1, 2)
-        return out * gate.to(out.dtype)
+        if self.out_gate is not None:
+            gate = F.silu(self.out_gate(x)).unflatten(-1, (self.heads.n_heads, -1)).transpose(1, 2)
+            out = out * gate.to(out.dtype)
+        return out.to(x.dtype)
 
     def first_key(self, position: int) -> int:
         return position

@@ -171,6 +171,6 @@ def test_the_keyboard_interrupts_and_keeps_what_is_done(
     monkeypatch.setattr(preparing, "_append", interrupted)
     with pytest.raises(KeyboardInterrupt):
         prepare(request, "out", workers=2)
-    assert preparing.config.load(preparing.Progress, "out/progress.json").now.documents > 0
+    assert preparing.config.load(preparing.PrepareState, "out/progress.json").now.documents > 0
     prepare(request, "out", workers=2)
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")

@@ -61,7 +61,7 @@ def test_the_command_prints_a_table_and_writes_json_and_a_figure(
         "--no-peers",
         "--no-memory",
         "--seconds",
-        "0",
+        "0.001",
     ]
     chosen = ["--mechanisms", "local", "sparse-geometric:gate=log", "window_attention"]
     run(
