@@ -73,7 +73,7 @@ def write(
     **options: Any,
 ) -> str:
     """Continue the prompt until the end of the text or `max_new_tokens`, handing the words to `say` as they
-    come; returns what there is to tell about speed."""
+    come; returns a line about its speed."""
     tokens = tokenizer.encode([prompt])[0].tolist()
     if not tokens:
         raise HeadgateError("the prompt is empty; give it at least a word, or - to read standard input")
@@ -89,7 +89,7 @@ def write(
         [tokens], max_new_tokens, stop=tokenizer.end_of_text_id, stream=stream, **options
     )[0]
     say(words.rest())
-    told = f"prompt {len(tokens):,} tokens, {len(tokens) / (times[0] - begun):,.0f} tokens/s"
+    line = f"prompt {len(tokens):,} tokens, {len(tokens) / (times[0] - begun):,.0f} tokens/s"
     if len(times) > 1:
-        told += f"; then {len(times):,} tokens, {(len(times) - 1) / (times[-1] - times[0]):,.1f} tokens/s"
-    return f"{told}; ended by {'the end of the text' if done.ended == 'stop' else 'max_new_tokens'}"
+        line += f"; then {len(times):,} tokens, {(len(times) - 1) / (times[-1] - times[0]):,.1f} tokens/s"
+    return f"{line}; ended by {'the end of the text' if done.ended == 'stop' else 'max_new_tokens'}"

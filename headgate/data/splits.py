@@ -1,4 +1,4 @@
-"""Which split a document belongs to, and whether its text has been seen before: both told by its key."""
+"""Which split a document belongs to, and whether its text has been seen before: both follow from its key."""
 
 import hashlib
 import itertools

@@ -316,9 +316,9 @@ def peak_memory(variant: Variant, base: Config, length: int) -> int:
         env=os.environ | {"MALLOC_TRIM_THRESHOLD_": "0"},
     )
     if run.returncode:
-        told = run.stderr.strip().splitlines() or ["it said nothing"]
+        last_words = run.stderr.strip().splitlines() or ["it said nothing"]
         raise HeadgateError(
-            f"measuring the memory of {variant.label!r} at a context of {length} failed: {told[-1]}"
+            f"measuring the memory of {variant.label!r} at a context of {length} failed: {last_words[-1]}"
         )
     return int(run.stdout)
 

@@ -231,7 +231,7 @@ def _ours(path: Path) -> Source:
 
 def _open_mechanisms(decoder: Decoder, source: Source, seed: int) -> tuple[dict[str, Tensor], list[str]]:
     """The parameters that the source has not, opened; and what the layers with another mechanism start as."""
-    fresh, told = {}, []
+    fresh, remarks = {}, []
     for n, layer in enumerate(decoder.layers):
         prefix = f"layers.{n}.attention.mechanism."
         mechanism = cast(Mechanism, layer.get_submodule("attention.mechanism"))
@@ -242,18 +242,18 @@ def _open_mechanisms(decoder: Decoder, source: Source, seed: int) -> tuple[dict[
             mechanism.to_empty(device="cpu")
             fresh[prefix] = mechanism, before.name, after.name
         elif before != after:
-            told.append(f"{after.name} keeps its weights under other options")
+            remarks.append(f"{after.name} keeps its weights under other options")
     initialise(decoder, seed)  # all but the fresh ones are on the meta device, and left alone
     tensors: dict[str, Tensor] = {}
     for prefix, (mechanism, before_name, after_name) in fresh.items():
         reach = mechanism.start_as_full()
         if mechanism.options.positions == "none":
             reach = 0  # the weights were trained with rotated keys
-        told.append(
+        remarks.append(
             _start(after_name, reach) if before_name == "full" else _replaced(before_name, after_name)
         )
         tensors |= {prefix + name: parameter.detach() for name, parameter in mechanism.named_parameters()}
-    return tensors, list(dict.fromkeys(told))
+    return tensors, list(dict.fromkeys(remarks))
 
 
 def _replaced(before: str, after: str) -> str:

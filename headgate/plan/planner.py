@@ -74,7 +74,7 @@ class Plan:
 
     @property
     def best(self) -> Fit | None:
-        """The fastest way that fits; of those that are equally fast within what can be told, the first."""
+        """The fastest way that fits; of those whose times cannot be told apart, the first."""
         fitting = [way for way in (self.asked, *self.ways) if way.fits]
         least = min((way.seconds.expected for way in fitting), default=0.0)
         return next((way for way in fitting if way.seconds.expected <= 1.05 * least), None)

@@ -105,18 +105,18 @@ def verdict(plan: Plan) -> str:
             f"{least.options}, and {USABLE:.0%} of a device is {quantity(USABLE * plan.device.memory)}B; "
             "shorten the context, or plan for more or larger devices"
         )
-    told = (
+    sentence = (
         f"fastest: {settings(plan, way)}: the recipe's {quantity(plan.config.train.tokens)} tokens take "
         f"{span(plan.hours(way).times(3600), duration)}"
     )
     cost = plan.cost(way)
     if cost is not None:
-        told += (
+        sentence += (
             f" and cost {span(cost, lambda price: f'{price:,.0f}')} at your {plan.price:g} a device and hour"
         )
     elif plan.device.name != CPU:
-        told += "; --price tells the cost"
-    return told
+        sentence += "; --price tells the cost"
+    return sentence
 
 
 def settings(plan: Plan, way: Fit) -> str:

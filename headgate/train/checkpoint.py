@@ -200,8 +200,8 @@ def _write(
             MODEL: write_tensors(temporary / MODEL, weights, header_of(decoder.config)),
             TRAINING: write_tensors(temporary / TRAINING, averages),
         }
-        told = config.to_dict(state) | {"digests": digests, "metrics_bytes": size, "metrics_digest": digest}
-        files.write_json(temporary / "state.json", files.sealed(told))
+        record = config.to_dict(state) | {"digests": digests, "metrics_bytes": size, "metrics_digest": digest}
+        files.write_json(temporary / "state.json", files.sealed(record))
         _flush(temporary)
         temporary.rename(final)
         _flush(run.checkpoints)

@@ -62,16 +62,16 @@ class World:
         """What `act` returns on rank 0, for all; its error is everybody's."""
         if self.size == 1:
             return act()
-        told: list[Any] = [None, None]
+        outcome: list[Any] = [None, None]
         if self.is_first:
             try:
-                told[0] = act()
+                outcome[0] = act()
             except HeadgateError as error:
-                told[1] = str(error)
-        dist.broadcast_object_list(told, src=0, device=self.device)
-        if told[1] is not None:
-            raise HeadgateError(told[1])
-        result: T = told[0]
+                outcome[1] = str(error)
+        dist.broadcast_object_list(outcome, src=0, device=self.device)
+        if outcome[1] is not None:
+            raise HeadgateError(outcome[1])
+        result: T = outcome[0]
         return result
 
     def wrap(self, decoder: Decoder, *, shard: bool) -> nn.Module:

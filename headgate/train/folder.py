@@ -2,7 +2,7 @@
 
 config.json      what decides the result, as `headgate.config.Config`
 data.json        which tokens it was trained on
-init.json        which weights it began with, where it was told to begin with some
+init.json        which weights it began with, if it was given any
 tokenizer.json   a copy, so that the model can be used without the data
 metrics.jsonl    one JSON object a step
 checkpoints/     step-N, the latest ones and the best
@@ -70,15 +70,15 @@ def describe_init(path: str | os.PathLike[str]) -> InitRecord:
 
 def describe_data(folder: str | os.PathLike[str], train: Split, val: Split) -> DataRecord:
     manifest = read_manifest(folder)
-    told: list[Any]
+    facts: list[Any]
     if manifest is None:
-        told = [[shard.path.name, shard.tokens] for split in (train, val) for shard in split.shards]
+        facts = [[shard.path.name, shard.tokens] for split in (train, val) for shard in split.shards]
     else:
         shards = (shard for split in manifest.splits for shard in split.shards)
-        told = [[manifest.tokenizer.sha256], *([*sorted(shard.sha256.items())] for shard in shards)]
+        facts = [[manifest.tokenizer.sha256], *([*sorted(shard.sha256.items())] for shard in shards)]
     return DataRecord(
         folder=str(Path(folder).resolve()),
-        fingerprint=hashlib.sha256(json.dumps(told).encode()).hexdigest(),
+        fingerprint=hashlib.sha256(json.dumps(facts).encode()).hexdigest(),
         vocab_size=None if manifest is None else manifest.tokenizer.vocab_size,
         train_tokens=train.tokens,
         val_tokens=val.tokens,
@@ -257,10 +257,10 @@ def read_metrics(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
     lines = []
     with files.open_to_read(path) as file:
         for line in file:
-            told = _parse(line)
-            if told is None:
+            entry = _parse(line)
+            if entry is None:
                 break
-            lines.append(told)
+            lines.append(entry)
     return lines
 
 
@@ -272,7 +272,7 @@ def last_step(run: str | os.PathLike[str]) -> int:
             lines = file.read().splitlines(keepends=True)
     except (OSError, HeadgateError):
         return 0
-    found = (told for line in reversed(lines) if (told := _parse(line)) is not None)
+    found = (entry for line in reversed(lines) if (entry := _parse(line)) is not None)
     return int(next(found, {"step": 0})["step"])
 
 
@@ -281,7 +281,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     if not line.endswith(b"\n"):
         return None
     try:
-        told = json.loads(line)
+        entry = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return told if isinstance(told, dict) and isinstance(told.get("step"), int) else None
+    return entry if isinstance(entry, dict) and isinstance(entry.get("step"), int) else None

@@ -2,7 +2,7 @@
 
 A step takes `accumulation` forward passes of `batch_size` sequences, over all processes; its loss is the mean
 over every target among them that counts. After the step come, when they are due, the evaluation, the line of
-metrics.jsonl and the checkpoint, in this order: what a checkpoint holds has been told before.
+metrics.jsonl and the checkpoint, in this order: what a checkpoint holds has been logged before.
 
 Everything that a step depends on besides the weights (data, learning rate, random numbers) is a function of
 its number, so a run that was killed and resumed is the run that was not.
@@ -254,9 +254,9 @@ class Trainer:
             precision=train.precision,
             world=self.world,
         )
-        told = result.to_dict()
-        line["gates"] = told.pop("gates")
-        line["validation"] = told
+        validation = result.to_dict()
+        line["gates"] = validation.pop("gates")
+        line["validation"] = validation
         best = math.isfinite(result.loss) and (
             self.state.best_loss is None or result.loss < self.state.best_loss
         )
@@ -311,11 +311,11 @@ class Trainer:
             )
         last = lines[-1]
         best = next((line for line in lines if line["step"] == self.state.best_step), last)
-        told = summarise(self.config, self.decoder, self.state, last, best, self.world)
-        files.write_json(self.folder.summary, told)
+        summary = summarise(self.config, self.decoder, self.state, last, best, self.world)
+        files.write_json(self.folder.summary, summary)
         progress.say(
             f"finished in {duration(self._seconds())}: validation loss {last['validation']['loss']:.4f}, "
-            f"{told['tokens_per_second']:,.0f} tokens/s; the run is in {str(self.folder.path)!r}"
+            f"{summary['tokens_per_second']:,.0f} tokens/s; the run is in {str(self.folder.path)!r}"
         )
 
     def _refuse_nonfinite(self, number: int, loss: float, norm: float) -> None:
