@@ -83,7 +83,7 @@ class HeadgateConfig(PreTrainedConfig):  # type: ignore[misc]
     pad_token_id: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        plain = to_dict(self.decoder_config())  # mistakes surface now, and mechanisms given as text are parsed
+        plain = to_dict(self.decoder_config())  # mistakes surface now, and text is parsed
         self.mechanism, self.shared_options = plain["mechanism"], plain["shared_options"]
         super().__post_init__(**kwargs)
 
