@@ -1,8 +1,8 @@
 """Answers: the tokens that a loss mask picks out, and what is known of each of them.
 
-A task marks every answer in its `.ds.loss` mask with the number of a group, from 1 on. The groups stand in the
-manifest: how far back the answer has to look, and among how many pairs. A mask of ones, as `recall` writes it,
-has no groups; the distances are then searched for.
+A task marks every answer in its `.ds.loss` mask with the number of a group, from 1 on. The groups stand in
+the manifest: how far back the answer has to look, and among how many pairs. A mask of ones, as `recall`
+writes it, has no groups; the distances are then searched for.
 """
 
 import itertools

@@ -2,8 +2,9 @@
 
 A shard is datatrove's: `NAME.ds` holds the tokens, little-endian, of two or four bytes each; `NAME.ds.index`
 where each document ends, in tokens, as uint64; an optional `NAME.ds.loss` one byte a token, nonzero where the
-token counts in the loss, and then the number of its group of answers (`data/answers.py`). `manifest.json` says what stands in the folder, with a checksum of every file; a
-folder that datatrove wrote has none, and is read all the same.
+token counts in the loss; of a task it is the number of its group of answers (`data/answers.py`).
+`manifest.json` says what stands in the folder, with a checksum of every file; a folder that datatrove wrote
+has none, and is read all the same.
 """
 
 import hashlib
@@ -275,7 +276,7 @@ def _open_shard(path: Path, dtype: str | None) -> Shard:
     return Shard(path, tokens, dtype, index.is_file(), loss.is_file())
 
 
-def check(folder: str | os.PathLike[str], *, verify: bool = True) -> Manifest | None:
+def check_data(folder: str | os.PathLike[str], *, verify: bool = True) -> Manifest | None:
     """Verify all that a folder says of itself: checksums, indexes, counts and the range of the tokens.
 
     Without `verify` the tokens are not read: sizes, indexes and counts alone are checked, in a moment.

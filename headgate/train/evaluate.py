@@ -203,7 +203,9 @@ def _answers(sums: Tensor, groups: tuple[AnswerGroup, ...]) -> Answers:
     return Answers(
         right / max(1.0, total),
         tuple(
-            DistanceAnswers(*place, *found) for place in places if (found := judged(distance=place))[0]
+            DistanceAnswers(first, end, *found)
+            for first, end in places
+            if (found := judged(distance=(first, end)))[0]
         ),
         tuple(PairsAnswers(count, *found) for count in counts if (found := judged(pairs=count))[0]),
     )

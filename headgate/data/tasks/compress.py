@@ -1,7 +1,8 @@
 """compress: a random sequence to be kept whole, after MAD's compression (arXiv 2403.17844)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -18,6 +19,8 @@ class Compress(DrawnTask):
     The tokens follow no rule, so all of them must be kept: as keys by attention, within its state by a
     recurrence. MAD has another network decode them from one token's output; here the model itself does.
     """
+
+    small: ClassVar[Mapping[str, Any]] = {"tokens": 8}
 
     tokens: int = 31
     """To keep; a sample is twice as long, with the marks."""

@@ -48,6 +48,8 @@ class Task:
     name: ClassVar[str]
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Named sets of options, written as a bare word: mqar:zoology."""
+    small: ClassVar[Mapping[str, Any]] = {}
+    """Options of a sample short enough to read."""
     judged_by: ClassVar[Literal["accuracy", "loss"]] = "accuracy"
 
     @property
@@ -122,8 +124,8 @@ class DrawnTask(Task):
         self.check_options()
         if len(self.groups) > MOST_GROUPS:
             raise HeadgateError(
-                f"{self.name} would tell {len(self.groups)} kinds of answers apart by distance and pairs, and at "
-                f"most {MOST_GROUPS} fit the loss mask; give a shorter length or fewer numbers of pairs"
+                f"{self.name} would tell {len(self.groups)} kinds of answers apart by distance and pairs, "
+                f"and at most {MOST_GROUPS} fit the loss mask; take a shorter length or fewer pairs"
             )
 
     def check_options(self) -> None:
@@ -213,7 +215,9 @@ def parse_task(source: str) -> Task | None:
     for word in bare:
         if word not in task.presets:
             known = f"; its presets are {', '.join(task.presets)}" if task.presets else ""
-            raise HeadgateError(f"option {word!r} in {source!r} has no value; write {name}:option=value{known}")
+            raise HeadgateError(
+                f"option {word!r} in {source!r} has no value; write {name}:option=value{known}"
+            )
         options |= task.presets[word]
     keys = [key for key, _ in assignments]
     twice = next((key for key in keys if keys.count(key) > 1), None)

@@ -17,11 +17,12 @@ from headgate.errors import HeadgateError
 class Copy(DrawnTask):
     """Tokens strewn among blanks, a mark, and then the same tokens in their order without the blanks.
 
-    Where a token stood does not tell its place in the order, so blanks must be told from tokens. The tokens of
-    a sample differ unless `repeats=true`, which MAD has: a token that came twice has two successors, and only
-    what stood before it tells which. `copy:mad` takes MAD's sizes.
+    Where a token stood does not tell its place in the order, so blanks must be told from tokens. The tokens
+    of a sample differ unless `repeats=true`, which MAD has: a token that came twice has two successors, and
+    only what stood before it tells which. `copy:mad` takes MAD's sizes.
     """
 
+    small: ClassVar[Mapping[str, Any]] = {"length": 20, "tokens": 4}
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "mad": {"length": 256, "tokens": 16, "alphabet": 14, "repeats": True}
     }

@@ -19,10 +19,11 @@ class FuzzyRecall(DrawnTask):
     """Keys of several tokens come again and again, each with its value, which has several tokens too.
 
     Keys share their tokens, so none of them alone tells which key it is: what stood before must be put
-    together first. From a key's second time on, every token of its value is asked for. `fuzzy-recall:mad` takes
-    the longest keys and values of MAD, whose own are of one to three tokens.
+    together first. From a key's second time on, every token of its value is asked for. `fuzzy-recall:mad`
+    takes the longest keys and values of MAD, whose own are of one to three tokens.
     """
 
+    small: ClassVar[Mapping[str, Any]] = {"length": 24, "pairs": 3}
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "mad": {"key_size": 3, "value_size": 3, "keys": 7, "values": 7}
     }
@@ -49,8 +50,8 @@ class FuzzyRecall(DrawnTask):
         self.check_size()
         if not self.pairs <= self.keys**self.key_size <= 1 << 31:
             raise HeadgateError(
-                f"keys={self.keys} and key_size={self.key_size} make {self.keys**self.key_size} keys; expected "
-                f"at least pairs={self.pairs} and at most {1 << 31}"
+                f"keys={self.keys} and key_size={self.key_size} make {self.keys**self.key_size} keys; "
+                f"expected at least pairs={self.pairs} and at most {1 << 31}"
             )
 
     @property
@@ -64,7 +65,9 @@ class FuzzyRecall(DrawnTask):
 
     @property
     def words(self) -> Sequence[str]:
-        return [f"{letter}{n}" for letter, count in (("k", self.keys), ("v", self.values)) for n in range(count)]
+        return [
+            f"{letter}{n}" for letter, count in (("k", self.keys), ("v", self.values)) for n in range(count)
+        ]
 
     @property
     def guesses(self) -> int:

@@ -1,8 +1,8 @@
 """markov: a new Markov chain in each sample, to be learnt in context (arXiv 2402.11004)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -22,6 +22,7 @@ class Markov(DrawnTask):
     the optimum, computed over the validation split.
     """
 
+    small: ClassVar[Mapping[str, Any]] = {"states": 3, "length": 20}
     judged_by: ClassVar[Literal["accuracy", "loss"]] = "loss"
 
     order: int = 1

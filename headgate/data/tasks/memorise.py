@@ -1,7 +1,8 @@
 """memorise: pairs that are the same in every sample, after MAD (arXiv 2403.17844)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -23,6 +24,8 @@ class Memorise(DrawnTask):
     and how much a mechanism's mixing of tokens disturbs it.
     """
 
+    small: ClassVar[Mapping[str, Any]] = {"length": 12}
+
     length: int = 32
     """Tokens of a sample, an even number."""
     keys: int = 128
@@ -32,8 +35,8 @@ class Memorise(DrawnTask):
         config.require_at_least(self, 2, "length", "values")
         if self.length % 2 or self.keys < self.length // 2:
             raise HeadgateError(
-                f"length={self.length} and keys={self.keys} do not fit; expected an even length, and a key for "
-                "every second token of it"
+                f"length={self.length} and keys={self.keys} do not fit; expected an even length, and a key "
+                "for every second token of it"
             )
         self.check_size()
 
@@ -43,7 +46,9 @@ class Memorise(DrawnTask):
 
     @property
     def words(self) -> Sequence[str]:
-        return [f"{letter}{n}" for letter, count in (("k", self.keys), ("v", self.values)) for n in range(count)]
+        return [
+            f"{letter}{n}" for letter, count in (("k", self.keys), ("v", self.values)) for n in range(count)
+        ]
 
     @property
     def guesses(self) -> int:
@@ -54,7 +59,7 @@ class Memorise(DrawnTask):
         return False
 
     def draw(self, draws: Draws, rows: np.ndarray) -> Samples:
-        table = Draws(self.seed, TABLE, 0).below(self.values, self.keys)
+        table = Draws(self.seed, TABLE, 0).shuffled(1, self.keys)[0] % self.values
         keys = draws.distinct(len(rows), self.keys, self.length // 2)
         tokens = np.empty((len(rows), self.length), dtype=np.int64)
         tokens[:, 0::2], tokens[:, 1::2] = 1 + keys, 1 + self.keys + table[keys]

@@ -22,6 +22,7 @@ class Mqar(DrawnTask):
     `mqar:length=[64,128],pairs=[4,8]`, are mixed: a sample has one of them and is filled up to the longest.
     """
 
+    small: ClassVar[Mapping[str, Any]] = {"length": 20, "pairs": 3, "keys": 8, "values": 8}
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "zoology": {
             "length": (64, 128, 256, 256, 256),
@@ -57,7 +58,9 @@ class Mqar(DrawnTask):
                 "match; give as many of each, or one"
             )
         if min(self.shares) < 1 or sum(self.shares) > 1000:
-            raise HeadgateError(f"shares={list(self.shares)} are not whole numbers above 0 and up to 1000 in all")
+            raise HeadgateError(
+                f"shares={list(self.shares)} are not whole numbers above 0 and up to 1000 in all"
+            )
         for length, pairs in self.mixture:
             if pairs < 1 or 4 * pairs > length:
                 raise HeadgateError(
@@ -66,10 +69,13 @@ class Mqar(DrawnTask):
                 )
             for name, known in (("keys", self.keys), ("values", self.values)):
                 if known < pairs:
-                    raise HeadgateError(f"{name}={known} are too few for pairs={pairs} that differ; give more")
+                    raise HeadgateError(
+                        f"{name}={known} are too few for pairs={pairs} that differ; give more"
+                    )
         if self.filler < 0 or not 0 < self.power <= 1:
             raise HeadgateError(
-                f"filler={self.filler} and power={self.power} do not fit; expected at least 0, and above 0 up to 1"
+                f"filler={self.filler} and power={self.power} do not fit; expected at least 0, and above 0 "
+                "up to 1"
             )
         self.check_size()
 
@@ -115,7 +121,9 @@ class Mqar(DrawnTask):
         """Tokens (N,T), and at each answer how far back its key stands."""
         keys = 1 + draws.distinct(rows, self.keys, pairs)
         values = 1 + self.keys + draws.distinct(rows, self.values, pairs)
-        first, fillers = (1 + self.keys + self.values, self.filler) if self.filler else (1, self.vocab_size - 1)
+        first, fillers = (
+            (1 + self.keys + self.values, self.filler) if self.filler else (1, self.vocab_size - 1)
+        )
         tokens = first + draws.below(fillers, rows, length)
         tokens[:, 0 : 2 * pairs : 2], tokens[:, 1 : 2 * pairs : 2] = keys, values
         weights = np.arange(1, length // 2 - pairs + 1) ** (self.power - 1)

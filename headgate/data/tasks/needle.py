@@ -1,7 +1,8 @@
 """needle: pairs of key and value hidden in filler text, asked for at the end."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -21,10 +22,12 @@ SUCCESSORS = 4
 class Needle(DrawnTask):
     """Filler text that hides pairs of key and value at any depth; at the end the keys come again.
 
-    The filler is text of a small language that is the same in every sample: each word has four successors, one
-    of them as likely as the others together. What counts is how far back a needle lies: distances are even
-    over the length.
+    The filler is text of a small language that is the same in every sample: each word has four successors,
+    one of them as likely as the others together. What counts is how far back a needle lies: distances are
+    even over the length.
     """
+
+    small: ClassVar[Mapping[str, Any]] = {"length": 24, "needles": 2}
 
     length: int = 256
     """Tokens of a sample."""
@@ -44,7 +47,9 @@ class Needle(DrawnTask):
                 "with their queries; give more"
             )
         if self.keys < self.needles:
-            raise HeadgateError(f"keys={self.keys} are too few for needles={self.needles} that differ; give more")
+            raise HeadgateError(
+                f"keys={self.keys} are too few for needles={self.needles} that differ; give more"
+            )
         self.check_size()
 
     @property

@@ -21,6 +21,7 @@ class NoisyRecall(DrawnTask):
     MAD's in-context recall.
     """
 
+    small: ClassVar[Mapping[str, Any]] = {"length": 20, "keys": 3}
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"clean": {"share": 0.0}}
 
     length: int = 128
@@ -37,8 +38,8 @@ class NoisyRecall(DrawnTask):
         config.require_at_least(self, 1, "keys", "noise")
         if self.length % 2 or not 0 <= self.share < 1:
             raise HeadgateError(
-                f"length={self.length} and share={self.share} do not fit; expected an even number, and a share "
-                "from 0 to below 1"
+                f"length={self.length} and share={self.share} do not fit; expected an even number, and a "
+                "share from 0 to below 1"
             )
         self.check_size()
 

@@ -16,14 +16,15 @@ the closing token, is the context, so that the windows a loader cuts are the seq
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 
 from headgate import config
 from headgate.data.shards import SPLITS
-from headgate.data.splits import Shares, require_training
+from headgate.data.splits import Shares
 from headgate.data.tasks.contract import Samples, Task, register_task
 from headgate.errors import HeadgateError
 
@@ -39,7 +40,9 @@ class Recall(Task):
     With `joined=true` a pair is one token, and one layer can look its answer up.
     """
 
-    context: int = 1024  # type: ignore[assignment]  # an option here, a property of other tasks
+    small: ClassVar[Mapping[str, Any]] = {"context": 20, "pairs": 3, "queries": 2}
+
+    context: int = 1024
     """Tokens of a sequence; train with the same context."""
     pairs: int = 32
     """Keys that a sequence pairs with values at its beginning."""
@@ -103,7 +106,6 @@ class Recall(Task):
 
     def parts(self, shares: Shares) -> Iterator[tuple[str, Samples]]:
         """All sequences come from one stream of random numbers, so number i depends on those before it."""
-        require_training(shares)
         draw = np.random.default_rng(self.seed)
         ends = [round(part / sum(shares) * self.sequences) for part in itertools.accumulate(shares)]
         for split, first, end in zip(SPLITS, [0, *ends[:-1]], ends, strict=True):

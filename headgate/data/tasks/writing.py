@@ -10,7 +10,7 @@ from headgate.data import shards
 from headgate.data.answers import Level
 from headgate.data.folder import PrepareState, begun, is_finished, remove, remove_all, writing
 from headgate.data.shards import SPLITS, Manifest, ShardWriter, SplitState
-from headgate.data.splits import Shares
+from headgate.data.splits import Shares, require_training
 from headgate.data.tasks.contract import DrawnTask, Task
 from headgate.data.tokenizers import END_OF_TEXT, Tokenizer
 from headgate.errors import HeadgateError
@@ -25,6 +25,7 @@ def prepare_task(task: Task, source: str, out: Path, shares: Shares = DEFAULT_SH
         raise HeadgateError(
             f"source {source!r} does not take --splits; say how many with {task.name}:samples=N,held_out=N"
         )
+    require_training(shares)
     out = files.named(out, "the folder to write")
     request = {"source": source, "tokenizer": task.name, **task.request}
     if not isinstance(task, DrawnTask):
@@ -48,7 +49,7 @@ def prepare_task(task: Task, source: str, out: Path, shares: Shares = DEFAULT_SH
 
 
 def _finished(out: Path, request: dict[str, object]) -> Manifest:
-    manifest = shards.check(out, verify=False)
+    manifest = shards.check_data(out, verify=False)
     assert manifest is not None
     _refuse_another(out, manifest.request, request)
     return manifest
@@ -72,7 +73,7 @@ def _write(task: Task, request: dict[str, object], shares: Shares, folder: Path)
         writers[split].append(samples.tokens.ravel(), lengths, text_bytes=0, counted=marks.ravel())
         if split == "val":
             best = task.optimum(samples)
-            loss, right, answers = loss + best[0], right + best[1], answers + np.count_nonzero(marks)
+            loss, right, answers = loss + best[0], right + best[1], answers + int(np.count_nonzero(marks))
     records = []
     for writer in writers.values():
         writer.flush()
