@@ -18,17 +18,18 @@ from headgate.compare import study as study_module
 from headgate.compare.results import differences_to, study_results
 from headgate.compare.study import run_study
 from headgate.compare.tables import print_against
-from headgate.compare.variants import PAPERS, Variant, parse_variants, with_ablations
+from headgate.compare.variants import Variant, parse_variants, with_ablations
 from headgate.config import Config, MechanismSpec, StudyOptions
 from headgate.errors import HeadgateError
 from headgate.measure.costs import crossover, step_seconds
+from headgate.mechanisms.contract import on_shelf
 from headgate.report.reading import read_results
 from headgate.train.folder import last_step, read_metrics
 
 
 def test_variants_are_written_in_words(micro: Config) -> None:
     model = micro.model
-    assert [v.label for v in parse_variants([], model)] == ["full", *PAPERS]
+    assert [v.label for v in parse_variants([], model)] == ["full", *on_shelf("papers")]
     plain, labelled, ablation, pattern = parse_variants(
         ["sparse-geometric:gate=log@log <b>", "dynamic-sparse:no-gate", "local:window=3+full"], model
     )
