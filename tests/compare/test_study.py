@@ -290,8 +290,9 @@ def test_own_claims_stay_with_the_study(study: Path, tmp_path: Path) -> None:
     assert command[command.index("--claims") + 1] == str(study / "claims.json")
 
 
-def test_bad_claims_are_refused_before_anything_is_trained(data: Path, tmp_path: Path) -> None:
-    names, _, out, settings, options = asked(tmp_path / "out", data)
+def test_bad_claims_are_refused_before_anything_is_trained(data: Path, micro: Config, tmp_path: Path) -> None:
+    names, _, out, settings, _ = asked(tmp_path / "out", data)
+    options = StudyOptions(recipe=str(write_recipe(micro, tmp_path)))
     for claims, message in [(CLAIM | {"variant": "locl"}, "did you mean 'local'"), ({}, "is missing")]:
         path = tmp_path / "bad.json"
         path.write_text(json.dumps({"paper": "mine", "claims": [claims]}))
