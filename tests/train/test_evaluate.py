@@ -243,9 +243,9 @@ def test_a_run_keeps_the_loss_of_every_document(data: Path, micro: Config, tmp_p
 
 def test_documents_of_data_with_a_loss_mask(micro: Config, tmp_path: Path) -> None:
     source = "recall:context=24,pairs=3,queries=3,keys=5,values=4,noise=3,sequences=40"
-    recall = parse(source)
+    recall = parse_task(source)
     assert recall is not None
-    prepare_recall(recall, source, (50, 50, 0), tmp_path / "data")
+    prepare_task(recall, source, tmp_path / "data", (50, 50, 0))
     train(changed(micro, steps=1), tmp_path / "data", tmp_path / "run")
     kept = read_document_losses(tmp_path / "run")
     assert kept is not None

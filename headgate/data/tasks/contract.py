@@ -42,7 +42,7 @@ class Samples:
 
 
 @dataclass(frozen=True)
-class Task:
+class SyntheticTask:
     """The base of all tasks."""
 
     name: ClassVar[str]
@@ -107,7 +107,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class DrawnTask(Task):
+class DrawnTask(SyntheticTask):
     """A task whose sample number i of a split is a function of (seed, split, i) and of its other options."""
 
     samples: int = 20_000
@@ -188,18 +188,18 @@ class DrawnTask(Task):
                 yield split, samples
 
 
-TASKS: Registry[type[Task]] = Registry("task", package="headgate.data.tasks")
+TASKS: Registry[type[SyntheticTask]] = Registry("task", package="headgate.data.tasks")
 
 
-def register_task(name: str) -> Callable[[type[Task]], type[Task]]:
-    def add(task: type[Task]) -> type[Task]:
+def register_task(name: str) -> Callable[[type[SyntheticTask]], type[SyntheticTask]]:
+    def add(task: type[SyntheticTask]) -> type[SyntheticTask]:
         task.name = name
         return TASKS.register(name)(task)
 
     return add
 
 
-def parse_task(source: str) -> Task | None:
+def parse_task(source: str) -> SyntheticTask | None:
     """The task that a source such as `mqar:pairs=8` asks for; None for another source."""
     name, colon, tail = source.partition(":")
     if name not in TASKS.names():

@@ -25,7 +25,7 @@ import numpy as np
 from headgate import config
 from headgate.data.shards import SPLITS
 from headgate.data.splits import Shares
-from headgate.data.tasks.contract import Samples, Task, register_task
+from headgate.data.tasks.contract import Samples, SyntheticTask, register_task
 from headgate.errors import HeadgateError
 
 AT_ONCE = 512
@@ -34,7 +34,7 @@ AT_ONCE = 512
 
 @register_task("recall")
 @dataclass(frozen=True)
-class Recall(Task):
+class Recall(SyntheticTask):
     """Pairs of key and value, then keys that come back among noise, at distances even in their doublings.
 
     With `joined=true` a pair is one token, and one layer can look its answer up.

@@ -11,7 +11,7 @@ from headgate.data.answers import Level
 from headgate.data.folder import PrepareState, begun, is_finished, remove, remove_all, writing
 from headgate.data.shards import SPLITS, Manifest, ShardWriter, SplitState
 from headgate.data.splits import Shares, require_training
-from headgate.data.tasks.contract import DrawnTask, Task
+from headgate.data.tasks.contract import DrawnTask, SyntheticTask
 from headgate.data.tokenizers import END_OF_TEXT, Tokenizer
 from headgate.errors import HeadgateError
 from headgate.version import __version__
@@ -19,7 +19,7 @@ from headgate.version import __version__
 DEFAULT_SHARES = (80, 10, 10)
 
 
-def prepare_task(task: Task, source: str, out: Path, shares: Shares = DEFAULT_SHARES) -> Manifest:
+def prepare_task(task: SyntheticTask, source: str, out: Path, shares: Shares = DEFAULT_SHARES) -> Manifest:
     """Write the folder, whole or not at all; one that is there already must be the same."""
     if isinstance(task, DrawnTask) and shares != DEFAULT_SHARES:
         raise HeadgateError(
@@ -61,7 +61,7 @@ def _refuse_another(out: Path, made: Mapping[str, object], request: dict[str, ob
         raise HeadgateError(f"{str(out)!r} was made with {'; '.join(found)}; choose another folder")
 
 
-def _write(task: Task, request: dict[str, object], shares: Shares, folder: Path) -> None:
+def _write(task: SyntheticTask, request: dict[str, object], shares: Shares, folder: Path) -> None:
     tokenizer = Tokenizer(tokenizer_definition(task))
     files.write_text(folder / "tokenizer.json", tokenizer.definition)
     files.write_text(folder / "sources.jsonl", "")
@@ -99,7 +99,7 @@ def _write(task: Task, request: dict[str, object], shares: Shares, folder: Path)
     config.save(manifest, folder / "manifest.json", seal=True)
 
 
-def tokenizer_definition(task: Task) -> str:
+def tokenizer_definition(task: SyntheticTask) -> str:
     """A tokenizer.json whose words are the tokens: the end of a text, then the task's own."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
