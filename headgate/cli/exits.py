@@ -4,6 +4,7 @@ Code 130 follows Ctrl-C, 128 + N another signal that stopped a run. What is left
 """
 
 import errno
+import io
 import os
 import sys
 from collections.abc import Iterator
@@ -49,10 +50,18 @@ def _usable_streams() -> None:
     """Output goes somewhere, and a character that its encoding lacks is replaced, not an error."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None:  # closed by whoever started us
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - it is kept open
+        if stream is None:  # closed by whoever started us; a file of ours must not take its number
+            nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - it is kept open
+            setattr(sys, name, _Closed() if name == "stdout" else nowhere)
         elif hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace" if name == "stderr" else "replace")
+
+
+class _Closed(io.TextIOBase):
+    """Standard output that is closed: a command that has nothing to print works, and others say why not."""
+
+    def write(self, text: str, /) -> int:
+        raise HeadgateError("standard output is closed; send it to a file, or to /dev/null")
 
 
 @contextmanager

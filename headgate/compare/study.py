@@ -29,8 +29,8 @@ from headgate.measure.costs import CostPlan, measure_costs, step_seconds
 from headgate.measure.gates import gates_on_passage
 from headgate.measure.skipping import can_skip, gate_skipping
 from headgate.papers.paper import load_paper
-from headgate.train.folder import check_fit, describe_data, last_step, read_config
-from headgate.train.start import named_config
+from headgate.recipes import named_config
+from headgate.train.folder import RunFolder, check_fit, describe_data, last_step, read_config
 
 THRESHOLDS = (0.05, 0.1, 0.2, 0.3)
 """Heads and branches with gates below these are skipped, to see what that saves and costs."""
@@ -81,7 +81,7 @@ def run_study(
                 progress.say,
             )
             if costs != before:
-                config.save(costs, folder.costs_path)
+                config.save(costs, folder.costs_path, seal=True)
             _write_skipping(folder, study, base, progress)
         _write_gates(folder, study, base, progress)
         write_results(out)
@@ -158,7 +158,7 @@ def _interruptible() -> Iterator[None]:
 
 
 def _final_loss(job: Job) -> float:
-    loss = json.loads((job.folder / "summary.json").read_text(encoding="utf-8"))["final"]["loss"]
+    loss = RunFolder(job.folder).read_summary()["final"]["loss"]
     return math.nan if loss is None else float(loss)
 
 
@@ -174,7 +174,7 @@ def _first_runs(folder: StudyFolder, study: Study, base: Config) -> dict[str, Pa
 def _write_skipping(folder: StudyFolder, study: Study, base: Config, progress: StudyProgress) -> None:
     """What skipping nearly closed gates saves and costs, for mechanisms that learn theirs."""
     path = folder.path / "skipping.json"
-    by_label = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    by_label = files.unsealed(files.read_json(path), path) if path.is_file() else {}
     for label, run in _first_runs(folder, study, base).items():
         if label in by_label or not can_skip(read_config(run).model):
             continue
@@ -187,7 +187,7 @@ def _write_skipping(folder: StudyFolder, study: Study, base: Config, progress: S
             seconds=study.cost.seconds * len(THRESHOLDS),
         )
         by_label[label] = [each.to_dict() for each in by_threshold]
-        files.write_json(path, by_label)
+        files.write_json(path, files.sealed(by_label))
 
 
 def _write_gates(folder: StudyFolder, study: Study, base: Config, progress: StudyProgress) -> None:
@@ -195,4 +195,5 @@ def _write_gates(folder: StudyFolder, study: Study, base: Config, progress: Stud
     progress.say("reading the gates on a passage of held-out text")
     runs = _first_runs(folder, study, base)
     gates = gates_on_passage(runs, study.data.folder, base.train.context)
-    files.write_text(folder.path / "gates.json", json.dumps(gates, separators=(",", ":")) + "\n")
+    text = json.dumps(files.sealed(gates), separators=(",", ":"))
+    files.write_text(folder.path / "gates.json", text + "\n")

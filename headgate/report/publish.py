@@ -10,7 +10,7 @@ from typing import Any
 import vl_convert
 
 from headgate.errors import HeadgateError
-from headgate.files import write_json, write_text
+from headgate.files import sealed, write_json, write_text
 from headgate.report.figures import figures
 from headgate.report.reading import read_results
 
@@ -36,7 +36,7 @@ def publish_study(study: str | os.PathLike[str], folder: str | os.PathLike[str])
             texts[f"{name}.svg"] = vl_convert.vegalite_to_svg(standing_alone(spec))
     try:
         target.mkdir(parents=True, exist_ok=True)
-        write_json(target / "results.json", digest(results))
+        write_json(target / "results.json", sealed(digest(results)))
         for name, text in texts.items():
             write_text(target / name, text)
     except OSError as error:

@@ -1,10 +1,10 @@
 """Reads what the page shows: results.json of a study folder or a published one, gates.json, skipping.json."""
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
+from headgate import files
 from headgate.errors import HeadgateError
 
 
@@ -27,11 +27,9 @@ def read_results(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _read_json_file(path: Path) -> Any:
-    if not path.is_file():
+    if files.kind(path) == "missing":
         return None
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise HeadgateError(
-            f"{str(path)!r} is not JSON ({error}); remove it and run the study again"
-        ) from None
+        return files.unsealed(files.read_json(path), path)
+    except HeadgateError as error:
+        raise HeadgateError(f"{error}; remove it and run the study again") from None
