@@ -12,6 +12,9 @@ from contextlib import contextmanager, suppress
 
 from headgate.errors import HeadgateError
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+"""Errors that only writing can meet."""
+
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
@@ -34,7 +37,8 @@ def exit_codes() -> Iterator[None]:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         what = "standard output" if error.filename is None else repr(str(error.filename))
-        _refuse(f"{what} cannot be written or read: {error.strerror or error}")
+        done = "written" if error.errno in NO_ROOM else "written or read"
+        _refuse(f"{what} cannot be {done}: {error.strerror or error}")
     except MemoryError:
         _refuse("there is not enough memory for this; take a smaller model, batch or context")
     except RecursionError:

@@ -154,7 +154,7 @@ def _refuse_another(
     """Raise, with the difference, unless this asks for what the folder was begun with."""
     asked = config.to_dict(request)
     differences = [
-        f"{name}={begun.get(name)!r} and not {value!r}"
+        f"{name}={begun.get(name)!r} and not {'none' if value is None else repr(value)}"
         for name, value in asked.items()
         if begun.get(name) != value
     ]
