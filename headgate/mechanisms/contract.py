@@ -276,6 +276,11 @@ class Mechanism(nn.Module):
         """
         return 0
 
+    def plain_span(self) -> Span | None:
+        """Which keys a query sees, if with these options it is softmax attention over them and nothing more,
+        which other tools compute too; None otherwise."""
+        return None
+
     def observe(self, name: str, value: Tensor) -> None:
         """Hand a value of any shape to an active `headgate.probe`; does nothing otherwise."""
         if self._observer is not None:
@@ -335,6 +340,11 @@ def register(name: str) -> Callable[[M], M]:
         return mechanism
 
     return add
+
+
+def on_shelf(shelf: str) -> list[str]:
+    """The names of the mechanisms that stand on a shelf."""
+    return [name for name in MECHANISMS.names() if MECHANISMS.get(name).shelf == shelf]
 
 
 def make_options(

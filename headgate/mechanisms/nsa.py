@@ -15,12 +15,12 @@ attention and a retrofit starts changed.
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from headgate import ops
 from headgate.config import require_at_least
 from headgate.mechanisms.contract import Heads, Mechanism, MechanismOptions, Past, register, window_pairs
-from headgate.mechanisms.gates import HeadGate, head_weights
+from headgate.mechanisms.gates import head_weights, openness
 from headgate.ops.merge import weighted_sum
 
 BRANCHES = ("compressed", "selected", "window")
@@ -52,12 +52,12 @@ class Nsa(Mechanism):
     def __init__(self, heads: Heads, options: NsaOptions) -> None:
         super().__init__(heads, options)
         self.branches = [branch for branch in BRANCHES if branch != options.without]
-        self.gates = HeadGate(heads.d_model, len(self.branches) * heads.n_heads, bias=False)
+        self.gates = nn.Linear(heads.d_model, len(self.branches) * heads.n_heads, bias=False)
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:
         past.require_all_keys("nsa")
         means = past.block_means(self.options.block, k, v)
-        gates = self.gates(x).chunk(len(self.branches), -1)
+        gates = openness(self.gates(x)).chunk(len(self.branches), -1)
         parts = [self._branch(branch, q, k, v, past, means) for branch in self.branches]
         for branch, gate in zip(self.branches, gates, strict=True):
             self.observe(f"{branch}_gate", gate)
