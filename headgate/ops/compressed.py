@@ -1,6 +1,7 @@
 """Attention over the mean key and the mean value of every complete block before the query's own."""
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -9,18 +10,29 @@ from headgate.errors import HeadgateError
 from headgate.ops import reference
 from headgate.ops.blocks import block_means
 from headgate.ops.dispatch import Op, check
+from headgate.ops.documents import by_document
 from headgate.ops.span.tiled import accumulator
 from headgate.ops.tiles import query_tiles, recomputed
 
 COMPRESSED = Op("compressed_attention")
 
 
-def compressed_attention(q: Tensor, k: Tensor, v: Tensor, *, block: int, backend: str = "auto") -> Tensor:
+def compressed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    block: int,
+    documents: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
     """Softmax over the means of the aligned blocks that end before the query's own begins; 0 for the queries
     of the first block, which has none before it. The keys begin at 0."""
     check(q, k, v)
     if block < 1:
         raise HeadgateError(f"block={block} is too small; it must be at least 1")
+    if documents is not None:
+        return by_document(documents, partial(compressed_attention, block=block, backend=backend), q, k, v)
     result: Tensor = COMPRESSED(backend, q, k, v, block=block)
     return result
 
