@@ -171,6 +171,10 @@ class ContextAdaptive(Mechanism):
             return keys
         return [min(i // o.block, -(-n // o.block)) * o.block + i % o.block + 1 for i, n in enumerate(keys)]
 
+    def plain_span(self) -> ops.Span | None:
+        plain = self.options.gate == "local" and self.width is None
+        return ops.Span(self.options.window) if plain else None
+
     def start_as_full(self) -> float:
         """Towards the local branch at its widest: the global one leaves keys out from the third token on."""
         o = self.options

@@ -347,6 +347,11 @@ class Mechanism(nn.Module):
         """
         return 0
 
+    def plain_span(self) -> Span | None:
+        """Which keys a query sees, if with these options it is softmax attention over them and nothing more,
+        which other tools compute too; None otherwise."""
+        return None
+
     def observe(self, name: str, value: Tensor) -> None:
         """Hand a value of any shape to an active `headgate.probe`; does nothing otherwise."""
         if self._observer is not None:

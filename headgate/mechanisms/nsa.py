@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headgate import ops
 from headgate.config import require_at_least
 from headgate.mechanisms.contract import Heads, Mechanism, MechanismOptions, Past, register, window_pairs
-from headgate.mechanisms.gates import HeadGate, head_weights
+from headgate.mechanisms.gates import head_weights, openness
 
 BRANCHES = ("compressed", "selected", "window")
 
@@ -52,12 +52,13 @@ class Nsa(Mechanism):
     def __init__(self, heads: Heads, options: NsaOptions) -> None:
         super().__init__(heads, options)
         self.branches = [branch for branch in BRANCHES if branch != options.without]
-        self.gates = HeadGate(heads.d_model, len(self.branches) * heads.n_heads, bias=False)
+        self.gates = nn.Linear(heads.d_model, len(self.branches) * heads.n_heads, bias=False)
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:
         past.require_all_keys("nsa")
         out = torch.zeros_like(q)
-        for branch, gate in zip(self.branches, self.gates(x).chunk(len(self.branches), -1), strict=True):
+        gates = openness(self.gates(x)).chunk(len(self.branches), -1)
+        for branch, gate in zip(self.branches, gates, strict=True):
             self.observe(f"{branch}_gate", gate)
             out = out + head_weights(gate).to(q.dtype) * self._branch(branch, q, k, v, past)
         return out
