@@ -240,7 +240,7 @@ def _compiled() -> Any:
     return torch.compile(flex_attention, fullgraph=True, recompile_limit=128)  # type: ignore[call-overload]
 
 
-def _mask_of(q: Tensor, seen: SeenPairs, first_keys: Tensor | None) -> BlockMask:
+def _mask_of(q: Tensor, seen: SeenPairs, first_keys: Tensor | None = None) -> BlockMask:
     if torch.compiler.is_compiling() or isinstance(q, FakeTensor):
         return seen.mask(q.device, first_keys)
     if first_keys is None:
