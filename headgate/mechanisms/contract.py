@@ -284,7 +284,6 @@ class Mechanism(nn.Module):
             return self._run_by_document(self.dense, x, q, k, v, past)
         return self._run(self.dense, x, q, k, v, past)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _run_by_document(
         self, attend: Callable[..., Tensor], x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past
     ) -> Tensor:
