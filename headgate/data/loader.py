@@ -12,6 +12,7 @@ import hashlib
 import itertools
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Literal
 
@@ -29,6 +30,24 @@ IGNORED = -100
 """The target of a token that does not count: what PyTorch's losses leave out."""
 ORDER_BLOCK = 4096
 OPEN_SHARDS = 128
+
+
+@dataclass(frozen=True)
+class DocumentLengths:
+    """How long the documents are that stand in the windows of a split, as far as they stand in one."""
+
+    lengths: np.ndarray
+    """Different ones, rising."""
+    counts: np.ndarray
+    """How many documents are so long."""
+
+    @property
+    def tokens(self) -> int:
+        return int((self.lengths * self.counts).sum())
+
+    @property
+    def mean(self) -> float:
+        return self.tokens / int(self.counts.sum())
 
 
 class Windows:
@@ -131,6 +150,22 @@ class Windows:
         """How many documents the split has."""
         return self._documents_before[-1]
 
+    def document_lengths(self) -> DocumentLengths:
+        """Of the documents as the windows cut them."""
+        places = [np.arange(0, self.split.tokens, self.length), [self.split.tokens]]
+        for before, shard in zip(self._starts, self.split.shards, strict=False):
+            places.append(before + shard.load_ends().astype(np.int64))
+        lengths = np.diff(np.unique(np.concatenate(places)))
+        return DocumentLengths(*np.unique(lengths, return_counts=True))
+
+    def beginning(self, document: int, count: int) -> list[int]:
+        """The first tokens, at most `count`, of the document with this number in the split."""
+        shard = bisect_right(self._documents_before, document) - 1
+        number, ends = document - self._documents_before[shard], self._ends(shard)
+        first = int(ends[number - 1]) if number else 0
+        tokens: list[int] = self._tokens(shard)[first : min(int(ends[number]), first + count)].tolist()
+        return tokens
+
     @cached_property
     def _documents_before(self) -> list[int]:
         """For each shard, how many documents stand in those before it; then how many there are."""
@@ -201,6 +236,9 @@ class PackedDocuments(Windows):
 
     def __len__(self) -> int:
         return len(self._begins) - 1
+
+    def document_lengths(self) -> DocumentLengths:
+        return DocumentLengths(*np.unique(self._counts, return_counts=True))
 
     def _cut(self) -> tuple[np.ndarray, np.ndarray]:
         """Where the pieces of all documents begin in the stream, and their lengths. A single token, which

@@ -15,6 +15,7 @@ from headgate.config import Config
 from headgate.data.answers import AnswerGroup, distances, position_bins
 from headgate.data.loader import IGNORED, Windows, validation_windows
 from headgate.data.shards import check_range, open_split, read_manifest, sha256
+from headgate.data.tokenizers import Tokenizer
 from headgate.errors import HeadgateError
 from headgate.files import finite, kind
 from headgate.mechanisms.contract import probe
@@ -25,6 +26,8 @@ from headgate.train import checkpoint
 from headgate.train.distributed import World, join
 from headgate.train.folder import RunFolder, describe_data, read_config, read_data
 
+FIRST_TOKENS = 24
+"""Of a document, to know it by."""
 DOCUMENTS = "documents.safetensors"
 """The file of a run folder with the loss of each validation document."""
 
@@ -370,9 +373,10 @@ def evaluate_run(
     data: str | os.PathLike[str] | None = None,
     context: int | None = None,
     device: str | None = None,
+    by_document: int = 0,
 ) -> dict[str, Any]:
     """Evaluate a checkpoint of a run folder (`which`: last, best or a step) on a split of its data, or any
-    other model on the data given."""
+    other model on the data given. `by_document` adds so many of the hardest and of the easiest documents."""
     for name, value in (("tokens", tokens), ("context", context)):
         if value is not None and value < 1:
             raise HeadgateError(f"{name}={value} is too small; expected at least 1, or none for all")
@@ -403,8 +407,45 @@ def evaluate_run(
             precision=precision,
             positions=positions,
             world=world,
+            by_document=by_document > 0,
+            document_tokens=tokens,
         )
-    return {"run": str(run), "checkpoint": folder.name, "step": step, "split": split, **result.to_dict()}
+    found = {"run": str(run), "checkpoint": folder.name, "step": step, "split": split, **result.to_dict()}
+    if by_document:
+        if result.documents is None:
+            raise HeadgateError(
+                f"the documents of split {split!r} are unknown: its shards have no index; leave "
+                "--by-document out"
+            )
+        found["documents"] = _extremes(result.documents, windows, by_document, run, data)
+    return found
+
+
+def _extremes(
+    losses: DocumentLosses,
+    windows: Windows,
+    count: int,
+    run: str | os.PathLike[str],
+    data: str | os.PathLike[str] | None,
+) -> dict[str, Any]:
+    """The hardest and the easiest documents by their mean loss, each with how it begins."""
+    beside = [Path(run) / "tokenizer.json", *([] if data is None else [Path(data) / "tokenizer.json"])]
+    file = next((path for path in beside if path.is_file()), None)
+    tokenizer = None if file is None else Tokenizer.of_file(file)
+    means = losses.loss / losses.tokens
+    order = np.argsort(means, kind="stable")
+
+    def described(n: int) -> dict[str, Any]:
+        document = int(losses.document[n])
+        begin = windows.beginning(document, FIRST_TOKENS)
+        text = None if tokenizer is None else tokenizer.decode(begin)
+        tokens = int(losses.tokens[n])
+        return {"document": document, "tokens": tokens, "loss": float(means[n]), "text": text}
+
+    hardest, easiest = order[::-1][:count], order[:count]
+    described_all = {"hardest": [described(n) for n in hardest], "easiest": [described(n) for n in easiest]}
+    plain: dict[str, Any] = finite({"count": len(order), **described_all})
+    return plain
 
 
 def _check_vocabulary(model: Path, data: str | os.PathLike[str]) -> None:

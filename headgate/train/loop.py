@@ -327,7 +327,9 @@ class Trainer:
             )
         last = lines[-1]
         best = next((line for line in lines if line["step"] == self.state.best_step), last)
-        summary = summarise(self.config, self.decoder, self.state, last, best, self.world)
+        windows = self.loader.windows
+        documents = windows.document_lengths() if windows.separate else None
+        summary = summarise(self.config, self.decoder, self.state, last, best, self.world, documents)
         files.write_json(self.folder.summary, summary)
         progress.say(
             f"finished in {duration(self._seconds())}: validation loss {last['validation']['loss']:.4f}, "
