@@ -152,11 +152,11 @@ class Windows:
 
     def document_lengths(self) -> DocumentLengths:
         """Of the documents as the windows cut them."""
-        places = [np.arange(0, self.split.tokens, self.length), [self.split.tokens]]
+        places = [np.arange(0, self.split.tokens, self.length)]
         for before, shard in zip(self._starts, self.split.shards, strict=False):
             places.append(before + shard.load_ends().astype(np.int64))
-        lengths = np.diff(np.unique(np.concatenate(places)))
-        return DocumentLengths(*np.unique(lengths, return_counts=True))
+        pieces: np.ndarray = np.diff(np.unique(np.concatenate(places)))
+        return DocumentLengths(*np.unique(pieces, return_counts=True))
 
     def beginning(self, document: int, count: int) -> list[int]:
         """The first tokens, at most `count`, of the document with this number in the split."""
