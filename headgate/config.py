@@ -476,7 +476,7 @@ def save(config: Any, path: str | os.PathLike[str], *, seal: bool = False) -> No
     files.write_json(path, files.sealed(values) if seal else values)
 
 
-def settings(config: Any) -> list[str]:
+def as_overrides(config: Any) -> list[str]:
     """Every setting of a config, as `override` takes it."""
     lines = []
 

@@ -43,7 +43,7 @@ def recipes(name: str | None = None, /) -> None:
     from headgate.recipes import RECIPES, named_config
 
     if name is not None:
-        print("\n".join(config.settings(named_config(name))))
+        print("\n".join(config.as_overrides(named_config(name))))
         return
     table = Table("recipe", "parameters", "what it is", box=None, pad_edge=False)
     for known in RECIPES.names():
