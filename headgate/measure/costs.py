@@ -12,8 +12,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Literal
@@ -26,6 +27,7 @@ from headgate.config import Config, TrainConfig
 from headgate.errors import HeadgateError
 from headgate.machine import Peak, keep_memory
 from headgate.measure.speed import interleaved, ratios
+from headgate.mechanisms import Mechanism
 from headgate.model.decoder import Decoder
 from headgate.train.evaluate import autocast
 from headgate.train.optim import clip_gradients, gradient_norm, make_optimizer
@@ -149,11 +151,12 @@ def decoding_step(decoder: Decoder, length: int) -> tuple[Callable[[], None], in
     """A function that decodes DECODED tokens after a context of `length`; and what that context keeps."""
     where = next(decoder.parameters()).device
     tokens = random_tokens(decoder, (1, length))
-    cache = decoder.new_cache()
+    cache, token = decoder.new_cache(), tokens[:, -1:]
     with torch.inference_mode():
-        for part in tokens.split(PREFILL, dim=1):
-            decoder.hidden(part, cache=cache)
-    token = tokens[:, -1:]
+        with _without_attention(decoder):
+            for part in tokens[:, :-1].split(PREFILL, dim=1):
+                decoder.hidden(part, cache=cache)
+        decoder.hidden(token, cache=cache)
     held = cache.held_bytes
 
     def step() -> None:
@@ -163,6 +166,20 @@ def decoding_step(decoder: Decoder, length: int) -> tuple[Callable[[], None], in
         _wait(where)
 
     return step, held
+
+
+@contextmanager
+def _without_attention(decoder: Decoder) -> Iterator[None]:
+    """Inside, keys are made and kept, and nobody attends to them: what a decoded token costs does not depend
+    on what they are, and attention among all tokens of a long context takes minutes."""
+    mechanisms: list[Any] = [module for module in decoder.modules() if isinstance(module, Mechanism)]
+    for mechanism in mechanisms:
+        mechanism.attend = lambda x, q, *others: torch.zeros_like(q)
+    try:
+        yield
+    finally:
+        for mechanism in mechanisms:
+            del mechanism.attend
 
 
 def random_tokens(decoder: Decoder, shape: tuple[int, int]) -> Tensor:

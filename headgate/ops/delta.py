@@ -2,9 +2,9 @@
 
     S_t = alpha_t S_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T,    out_t = S_t q_t
 
-Token by token that is T small products. The fast path takes CHUNK tokens at once: what a chunk writes into
-the memory solves a triangular system (the UT transform), after which all is matrix products, and only the
-memory itself goes from chunk to chunk. Decays enter as exponentials of differences of their running log,
+Token by token that is T small products. The fast paths take a chunk of tokens at once: what a chunk writes
+into the memory solves a triangular system (the UT transform), after which all is matrix products, and only
+the memory itself goes from chunk to chunk. Decays enter as exponentials of differences of their running log,
 which are never above 1.
 
 Shapes: q, k, v (B,H,T,D); log_decay = log alpha and beta (B,H,T); the memory S^T (B,H,D,D), keys by values.
@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from headgate.errors import HeadgateError
+from headgate.ops import delta_native
 from headgate.ops.dispatch import Op, check
+from headgate.ops.span import native
 
 DELTA = Op("gated_delta")
 CHUNK = 64
@@ -63,6 +65,9 @@ def by_token(
         memory = memory + k[:, :, t, :, None] * written[:, :, None]
         outs.append(q[:, :, t, None] @ memory)
     return torch.cat(outs, 2), memory
+
+
+DELTA.path("native", refuse=lambda q, *others: native.refuse(q))(delta_native.gated_delta)
 
 
 @DELTA.path("torch")
