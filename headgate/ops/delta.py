@@ -99,7 +99,7 @@ def _by_document(
     return out, torch.cat([memories[n - 1] for n in last])
 
 
-DELTA.path("native", refuse=lambda q, *others: native.refuse(q))(delta_native.gated_delta)
+DELTA.path("native", refuse=lambda q, *others: native.refuse(q))(delta_native.delta_in_chunks)
 
 
 @DELTA.path("torch")

@@ -128,7 +128,7 @@ register_gradient("delta_native", _setup, _gradients)
 refuse_gradient("delta_native_backward")
 
 
-def gated_delta(*given: Tensor) -> tuple[Tensor, Tensor]:
+def delta_in_chunks(*given: Tensor) -> tuple[Tensor, Tensor]:
     """q, k, v, log_decay, beta, memory -> what the memory answers, and the memory after the last token."""
     keep = torch.is_grad_enabled() and any(t.requires_grad for t in given)
     out, after, _ = _delta(*given, keep)
