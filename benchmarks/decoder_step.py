@@ -37,7 +37,7 @@ def main() -> None:
     keep_memory()
     base = override(named_config(options.recipe), ["model.shared_options={}", "train.batch_size=1"])
     names, first = options.mechanisms, options.mechanisms[0]
-    variants = {name: Variant.parse(name) for name in names}
+    configs = {name: Variant.parse(name).config(base) for name in names}
     seconds: dict[str, list[float]] = {name: [] for name in names}
     print(
         f"{options.recipe}, one sequence a step, {torch.get_num_threads()} threads: "
@@ -46,12 +46,12 @@ def main() -> None:
     print(f"{'':30}" + "".join(f"{f'T={length}':>34}" for length in options.lengths))
     cells: dict[str, list[str]] = {name: [] for name in names}
     for length in options.lengths:
-        steps = {name: training_step(build(variants[name], base), base.train, length) for name in names}
+        steps = {name: training_step(build(configs[name]), base.train, length) for name in names}
         times = interleaved(steps, seconds=options.seconds, most_rounds=options.rounds)
         del steps
         memory = {}
         if not options.no_memory:
-            memory = {name: peak_memory(variant, base, length) for name, variant in variants.items()}
+            memory = {name: peak_memory(config, length) for name, config in configs.items()}
         for name in names:
             middle, low, high = ratios(times, name, first)
             seconds[name].append(median(times[name]))

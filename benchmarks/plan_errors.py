@@ -109,12 +109,12 @@ def memory(case: Case) -> tuple[float, float]:
     asked = case.config()
     planner = Planner(asked, find_device("cpu"), 1)
     said = planner.memory(asked.train.batch_size, recompute=False, shard=False).total
-    return said, costs.peak_memory(case.variant, asked, case.length)
+    return said, costs.peak_memory(asked, case.length)
 
 
 def seconds(case: Case, rounds: int) -> tuple[float, float]:
     asked, device = case.config(), find_device("cpu")
-    step = costs.training_step(costs.build(case.variant, asked), asked.train, case.length)
+    step = costs.training_step(costs.build(asked), asked.train, case.length)
     said, true = [], []
     for _ in range(rounds):
         way = Planner(asked, device, 1).seconds(asked.train.batch_size, recompute=False, shard=False)

@@ -246,6 +246,8 @@ class TrainConfig:
     """Steps from one evaluation to the next; the last step is always evaluated."""
     evaluate_tokens: int = 65_536
     """How many tokens of the validation split, from its beginning: whole sequences, at least one."""
+    document_tokens: int | None = None
+    """The same for the losses per document that the last evaluation keeps; null for the whole split."""
 
     @property
     def tokens(self) -> int:
@@ -256,6 +258,7 @@ class TrainConfig:
         require_at_least(
             self, 1, "context", "batch_size", "steps", "accumulation", "evaluate_every", "evaluate_tokens"
         )
+        require_at_least(self, 1, "document_tokens")
         require_at_least(self, 0, "warmup_steps", "weight_decay", "final_learning_rate")
         for name in ("learning_rate", "eps", "clip"):
             if not 0 < getattr(self, name) < math.inf:

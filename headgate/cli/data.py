@@ -39,7 +39,7 @@ def prepare(
     from headgate.data import prepare as data
     from headgate.data.recall import parse as parse_recall
     from headgate.data.recall import prepare_recall
-    from headgate.data.shards import check as verify
+    from headgate.data.shards import check_data
     from headgate.data.splits import parse_shares
     from headgate.data.tables import print_checked, print_summary
 
@@ -49,7 +49,7 @@ def prepare(
         if source is not None:
             raise HeadgateError(f"--check {check} takes no source, but {source!r} was given; leave it out")
         _refuse_given(f"--check {check}", for_text | {"splits": splits})
-        print_checked(verify(check), check)
+        print_checked(check_data(check), check)
     elif source is None or out is None:
         raise HeadgateError("prepare needs a source and a folder to write: headgate prepare SOURCE OUT")
     else:

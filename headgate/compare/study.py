@@ -73,7 +73,13 @@ def run_study(
         failed = run_jobs(folder, study, base, at_once, progress)
         if options.cost:
             before = folder.read_costs()
-            costs = measure_costs(study.variants, base, study.cost, before, at_once, progress.say)
+            costs = measure_costs(
+                {variant.label: variant.config(base) for variant in study.variants},
+                study.cost,
+                before,
+                at_once,
+                progress.say,
+            )
             if costs != before:
                 config.save(costs, folder.costs_path)
             _write_skipping(folder, study, base, progress)
@@ -89,7 +95,8 @@ def _share_out_seconds(folder: StudyFolder, study: Study, base: Config, progress
         return study
     baseline = study.variants[0]
     progress.say("measuring a step of each variant, to give all the same seconds")
-    seconds = step_seconds([baseline, *(v for v in missing if v != baseline)], base, study.threads)
+    configs = {variant.label: variant.config(base) for variant in [baseline, *missing]}
+    seconds = step_seconds(configs, study.threads)
     steps = dict(study.steps)
     for variant in missing:
         steps[variant.label] = max(

@@ -8,16 +8,14 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from headgate.config import MechanismSpec, ModelConfig, parse_mechanisms, split_mechanisms
+from headgate.config import Config, MechanismSpec, ModelConfig, parse_mechanisms, split_mechanisms
 from headgate.errors import HeadgateError
-from headgate.mechanisms.contract import MECHANISMS, make_options
+from headgate.mechanisms.contract import MECHANISMS, make_options, on_shelf
 
 BASELINE = "full"
-PAPERS = ("dynamic-sparse", "head-gated", "context-adaptive", "sparse-geometric")
-"""The mechanisms of the four papers: what is compared when nothing is named."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +52,10 @@ class Variant:
         """The mechanisms in words that `headgate train` takes."""
         return json.dumps([asdict(spec) for spec in self.mechanism])
 
+    def config(self, base: Config) -> Config:
+        """The study's settings with this mechanism."""
+        return replace(base, model=replace(base.model, mechanism=self.mechanism))
+
     def options(self, model: ModelConfig) -> list[dict[str, Any]]:
         """Every option of each mechanism of the pattern, as it comes out in this model."""
         return [asdict(make_options(s.name, s.options, model.shared_options)) for s in self.mechanism]
@@ -68,7 +70,7 @@ def _ablation(spec: MechanismSpec) -> str | None:
 
 def parse_variants(names: Sequence[str], model: ModelConfig) -> tuple[Variant, ...]:
     """The baseline first, then what is named, or the four papers' mechanisms."""
-    found = [Variant.parse(name) for name in names or PAPERS]
+    found = [Variant.parse(name) for name in names or on_shelf("papers")]
     if not any(variant.mechanism == (MechanismSpec(BASELINE),) for variant in found):
         found.insert(0, Variant.parse(BASELINE))
     found.sort(key=lambda variant: variant.mechanism != (MechanismSpec(BASELINE),))

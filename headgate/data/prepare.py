@@ -22,7 +22,7 @@ from headgate import config, files
 from headgate.data import shards
 from headgate.data.folder import Checkpoint, PrepareState, begun, is_finished, remove, remove_all, writing
 from headgate.data.shards import Manifest, ShardWriter
-from headgate.data.sources import Source
+from headgate.data.sources import TextSource
 from headgate.data.splits import Seen, Shares, document_key, require_training, split_of
 from headgate.data.tokenizers import Tokenizer, local_file, make_tokenizer
 from headgate.data.workers import Encoded, encode_in_order, read_chunks
@@ -61,22 +61,22 @@ def prepare(request: Request, out: str | os.PathLike[str], *, workers: int | Non
     if workers is not None and workers < 1:
         raise HeadgateError(f"workers={workers} is too small; expected at least 1")
     folder = files.named(out, "the folder to write")
-    source = Source(request.source, text_column=request.text_column, out=folder)
+    source = TextSource(request.source, text_column=request.text_column, out=folder)
     if is_finished(folder):  # perhaps on a disk that nothing can be written to
         return _finished(request, source, folder)
     with writing(folder):
         return _prepare(request, source, folder, workers or cores())
 
 
-def _finished(request: Request, source: Source, folder: Path) -> Manifest:
+def _finished(request: Request, source: TextSource, folder: Path) -> Manifest:
     """The manifest of a folder that has one, if it is of this request and its files are all there."""
-    manifest = shards.check(folder, verify=False)
+    manifest = shards.check_data(folder, verify=False)
     assert manifest is not None
     _refuse_another(folder, request, manifest.request, source)
     return manifest
 
 
-def _prepare(request: Request, source: Source, folder: Path, workers: int) -> Manifest:
+def _prepare(request: Request, source: TextSource, folder: Path, workers: int) -> Manifest:
     if (folder / "manifest.json").exists():
         manifest = _finished(request, source, folder)
         remove(folder, "keys.tmp", "progress.json")
@@ -119,7 +119,7 @@ def _prepare(request: Request, source: Source, folder: Path, workers: int) -> Ma
     return manifest
 
 
-def _resume(folder: Path, request: Request, source: Source) -> PrepareState:
+def _resume(folder: Path, request: Request, source: TextSource) -> PrepareState:
     """How far an earlier run came, or the beginning."""
     progress = begun(folder)
     if progress is None:
@@ -134,7 +134,11 @@ def _resume(folder: Path, request: Request, source: Source) -> PrepareState:
 
 
 def _refuse_another(
-    folder: Path, request: Request, begun: Mapping[str, Any], source: Source, files_done: int | None = None
+    folder: Path,
+    request: Request,
+    begun: Mapping[str, Any],
+    source: TextSource,
+    files_done: int | None = None,
 ) -> None:
     """Raise, with the difference, unless this asks for what the folder was begun with."""
     asked = config.to_dict(request)
@@ -169,7 +173,7 @@ def _listed(path: Path) -> list[tuple[str, int]]:
 
 
 def _tokenizer(
-    folder: Path, request: Request, source: Source, end_of_text: str, display: Progress
+    folder: Path, request: Request, source: TextSource, end_of_text: str, display: Progress
 ) -> Tokenizer:
     """The tokenizer of the folder; made, and kept there, unless it was before, as its closing token tells."""
     path = folder / "tokenizer.json"
@@ -187,7 +191,7 @@ def _tokenizer(
     return tokenizer
 
 
-def _training_texts(source: Source, shares: Shares, limit: int) -> Iterator[str]:
+def _training_texts(source: TextSource, shares: Shares, limit: int) -> Iterator[str]:
     left, found = limit, False
     for file in source.files:
         for document in source.documents(file):
@@ -209,7 +213,7 @@ def _training_texts(source: Source, shares: Shares, limit: int) -> Iterator[str]
 def _write_shards(
     folder: Path,
     request: Request,
-    source: Source,
+    source: TextSource,
     tokenizer: Tokenizer,
     progress: PrepareState,
     workers: int,

@@ -135,7 +135,7 @@ def prepare_recall(recall: Recall, source: str, shares: Shares, out: Path) -> Ma
 
 
 def _finished(out: Path, request: dict[str, object]) -> Manifest:
-    manifest = shards.check(out, verify=False)
+    manifest = shards.check_data(out, verify=False)
     assert manifest is not None
     _refuse_another(out, manifest.request, request)
     return manifest

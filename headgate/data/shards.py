@@ -271,7 +271,7 @@ def _open_shard(path: Path, dtype: str | None) -> Shard:
     return Shard(path, tokens, dtype, index.is_file(), loss.is_file())
 
 
-def check(folder: str | os.PathLike[str], *, verify: bool = True) -> Manifest | None:
+def check_data(folder: str | os.PathLike[str], *, verify: bool = True) -> Manifest | None:
     """Verify all that a folder says of itself: checksums, indexes, counts and the range of the tokens.
 
     Without `verify` the tokens are not read: sizes, indexes and counts alone are checked, in a moment.

@@ -51,7 +51,7 @@ class SourceFile:
         return self.name.endswith(WHOLE)
 
 
-class Source:
+class TextSource:
     """The files of a source, in the order in which they are read."""
 
     def __init__(self, given: str, *, text_column: str = "text", out: Path | None = None) -> None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headgate.data.sources import Source
+from headgate.data.sources import TextSource
 from headgate.data.splits import document_key
 from headgate.data.tokenizers import Tokenizer
 from headgate.errors import HeadgateError
@@ -47,7 +47,7 @@ class Encoded(NamedTuple):
     keys: np.ndarray
 
 
-def read_chunks(source: Source, file: int, row: int) -> Iterator[Chunk]:
+def read_chunks(source: TextSource, file: int, row: int) -> Iterator[Chunk]:
     """The documents from a place on. A chunk ends with its file, but for files of one document each."""
     texts: list[str] = []
     places: list[str] = []

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from headgate import config
-from headgate.compare.variants import Variant
 from headgate.config import Config, TrainConfig
 from headgate.errors import HeadgateError
 from headgate.machine import Peak, keep_memory
@@ -115,8 +114,8 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def build(variant: Variant, base: Config) -> Decoder:
-    return Decoder(replace(base.model, mechanism=variant.mechanism), seed=base.seed).to(device())
+def build(config: Config) -> Decoder:
+    return Decoder(config.model, seed=config.seed).to(device())
 
 
 def sequences_at(length: int, train: TrainConfig) -> int:
@@ -177,23 +176,22 @@ def _wait(where: torch.device) -> None:
 
 
 def measure_costs(
-    variants: tuple[Variant, ...],
-    base: Config,
+    configs: Mapping[str, Config],
     plan: CostPlan,
     before: Costs | None,
     at_once: int,
     say: Callable[[str], None],
 ) -> Costs:
-    """Measure every variant that is not in `before`, the first as the baseline of all."""
+    """Measure every variant, by label, that is not in `before`; the first is the baseline of all."""
     known = {cost.label for cost in before.costs} if before else set()
-    baseline, *others = variants
-    missing = [variant for variant in others if variant.label not in known]
-    if before is not None and not missing:
+    baseline, *others = configs
+    labels = [baseline, *(label for label in others if label not in known)]
+    if before is not None and len(labels) == 1:
         return before
     keep_memory()
-    measured = [baseline, *missing]
-    bench = Bench(baseline.label, {variant.label: build(variant, base) for variant in measured}, base.train)
-    labels, lengths = [variant.label for variant in measured], plan.lengths_for(base.train)
+    train = configs[baseline].train
+    bench = Bench(baseline, {label: build(configs[label]) for label in labels}, train)
+    lengths = plan.lengths_for(train)
     speeds: dict[tuple[Kind, int], dict[str, Speed]] = {}
     for length in lengths:
         say(f"measuring speed at a context of {length:,}")
@@ -205,30 +203,30 @@ def measure_costs(
 
             def measure(length: int, kind: Kind = kind, label: str = label) -> float:
                 say(f"measuring where {label} starts to win in {kind}: a context of {length:,}")
-                found = bench.speeds(kind, [baseline.label, label], length, plan.seconds / 2)
+                found = bench.speeds(kind, [baseline, label], length, plan.seconds / 2)
                 return found[label].low
 
             known_speeds = {length: speeds[kind, length][label].low for length in lengths}
             crossovers.append(Crossover(label, kind, *crossover(known_speeds, measure)))
     bench.decoders.clear()
-    say(f"measuring peak memory, {len(measured) * len(lengths)} processes")
-    peaks = _peaks(measured, base, lengths, at_once)
+    say(f"measuring peak memory, {len(labels) * len(lengths)} processes")
+    peaks = _peaks({label: configs[label] for label in labels}, lengths, at_once)
     fresh = [
         Cost(
-            label=variant.label,
+            label=label,
             length=length,
-            sequences=sequences_at(length, base.train),
-            training=speeds["training", length][variant.label],
-            decoding=speeds["decoding", length][variant.label],
-            peak_bytes=peaks[variant.label, length],
-            peak_ratio=peaks[variant.label, length] / max(1, peaks[baseline.label, length]),
-            cache_bytes=bench.held[variant.label, length],
+            sequences=sequences_at(length, train),
+            training=speeds["training", length][label],
+            decoding=speeds["decoding", length][label],
+            peak_bytes=peaks[label, length],
+            peak_ratio=peaks[label, length] / max(1, peaks[baseline, length]),
+            cache_bytes=bench.held[label, length],
         )
-        for variant in measured
+        for label in labels
         for length in lengths
     ]
     if before is not None:
-        fresh = [*before.costs, *(cost for cost in fresh if cost.label != baseline.label)]
+        fresh = [*before.costs, *(cost for cost in fresh if cost.label != baseline)]
         crossovers = [*before.crossovers, *crossovers]
     return Costs(torch.get_num_threads(), str(device()), tuple(fresh), tuple(crossovers))
 
@@ -279,33 +277,34 @@ def crossover(speed: Mapping[int, float], measure: Callable[[int], float]) -> tu
     return wins_at, not_at
 
 
-def step_seconds(variants: list[Variant], base: Config, threads: int) -> dict[str, float]:
-    """Seconds of a training step of each, at the training context, as a run of the study has them."""
+def step_seconds(configs: Mapping[str, Config], threads: int) -> dict[str, float]:
+    """Seconds of a training step of each, at its context, as a run of the study has them; the first is the
+    baseline."""
     keep_memory()
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        steps = {v.label: training_step(build(v, base), base.train, base.train.context) for v in variants}
+        steps = {
+            label: training_step(build(config), config.train, config.train.context)
+            for label, config in configs.items()
+        }
         times = interleaved(steps, seconds=3.0 * len(steps), least_rounds=5, most_rounds=20)
     finally:
         torch.set_num_threads(before)
-    baseline = variants[0].label
+    baseline = next(iter(configs))
     # Through the ratio, which what else the machine does disturbs less than the seconds.
     return {label: median(times[baseline]) * ratios(times, label, baseline)[0] for label in times}
 
 
-def _peaks(
-    variants: list[Variant], base: Config, lengths: list[int], at_once: int
-) -> dict[tuple[str, int], int]:
-    cases = [(variant, length) for variant in variants for length in lengths]
+def _peaks(configs: Mapping[str, Config], lengths: list[int], at_once: int) -> dict[tuple[str, int], int]:
+    cases = [(label, length) for label in configs for length in lengths]
     with ThreadPoolExecutor(at_once if device().type == "cpu" else 1) as pool:
-        peaks = pool.map(lambda case: peak_memory(case[0], base, case[1]), cases)
-        return {(variant.label, length): peak for (variant, length), peak in zip(cases, peaks, strict=True)}
+        peaks = pool.map(lambda case: peak_memory(configs[case[0]], case[1]), cases)
+        return dict(zip(cases, peaks, strict=True))
 
 
-def peak_memory(variant: Variant, base: Config, length: int) -> int:
+def peak_memory(asked: Config, length: int) -> int:
     """Peak bytes of two training steps in a fresh process, above what it held before."""
-    asked = replace(base, model=replace(base.model, mechanism=variant.mechanism))
     question = {"config": config.to_dict(asked), "length": length, "threads": torch.get_num_threads()}
     run = subprocess.run(
         [sys.executable, "-m", "headgate.measure.costs"],
@@ -316,9 +315,10 @@ def peak_memory(variant: Variant, base: Config, length: int) -> int:
         env=os.environ | {"MALLOC_TRIM_THRESHOLD_": "0"},
     )
     if run.returncode:
+        names = "+".join(spec.name for spec in asked.model.mechanism)
         last_words = run.stderr.strip().splitlines() or ["it said nothing"]
         raise HeadgateError(
-            f"measuring the memory of {variant.label!r} at a context of {length} failed: {last_words[-1]}"
+            f"measuring the memory of {names} at a context of {length} failed: {last_words[-1]}"
         )
     return int(run.stdout)
 

@@ -5,14 +5,13 @@ of several lengths, and how near its attention alone comes to the speed of a mat
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
-from headgate.compare.variants import Variant
-from headgate.config import override
+from headgate.config import override, parse_mechanisms
 from headgate.machine import keep_memory
 from headgate.measure.costs import build, decoding_step, peak_memory, training_step
 from headgate.measure.speed import Shape, interleaved, measure, mechanism_cases, ratios
@@ -48,11 +47,13 @@ def measure_steps(
     keep_memory()
     base = override(get_recipe(recipe), ["train.batch_size=1", "model.shared_options={}"])
     chosen = list(dict.fromkeys([BASELINE, *(MECHANISMS.names() if names is None else names)]))
-    variants = {name: Variant.parse(name) for name in chosen}
+    configs = {
+        name: replace(base, model=replace(base.model, mechanism=parse_mechanisms(name))) for name in chosen
+    }
     rows = {name: Row(name) for name in chosen}
     spent = seconds * len(chosen)
     for length in lengths:
-        steps = {n: training_step(build(v, base), base.train, length) for n, v in variants.items()}
+        steps = {n: training_step(build(c), c.train, length) for n, c in configs.items()}
         progress(f"steps at {length}")
         times = interleaved(steps, seconds=spent)
         del steps
@@ -60,12 +61,12 @@ def measure_steps(
             row.step[length] = ratios(times, name, BASELINE)
         if memory:
             progress(f"memory at {length}")
-            peaks = {name: peak_memory(variant, base, length) for name, variant in variants.items()}
+            peaks = {name: peak_memory(config, length) for name, config in configs.items()}
             for name, row in rows.items():
                 row.memory[length] = peaks[name] / peaks[BASELINE]
     for length in decoded_after:
         progress(f"contexts of {length} to decode after")
-        steps = {n: decoding_step(build(v, base).eval(), length)[0] for n, v in variants.items()}
+        steps = {n: decoding_step(build(c).eval(), length)[0] for n, c in configs.items()}
         times = interleaved(steps, seconds=spent)
         for name, row in rows.items():
             row.decoding[length] = ratios(times, name, BASELINE)

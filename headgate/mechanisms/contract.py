@@ -337,6 +337,11 @@ def register(name: str) -> Callable[[M], M]:
     return add
 
 
+def on_shelf(shelf: str) -> list[str]:
+    """The names of the mechanisms that stand on a shelf."""
+    return [name for name in MECHANISMS.names() if MECHANISMS.get(name).shelf == shelf]
+
+
 def make_options(
     name: str, options: Mapping[str, Any], shared: Mapping[str, Any] | None = None
 ) -> MechanismOptions:

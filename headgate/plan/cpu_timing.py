@@ -55,7 +55,7 @@ class CpuTiming:
         return layers + self.loss.times(tokens) + self.step
 
 
-def measure(config: Config, decoder: Decoder) -> CpuTiming:
+def time_model(config: Config, decoder: Decoder) -> CpuTiming:
     model, context, precision = config.model, config.train.context, config.train.precision
     pattern = mechanisms_of(decoder)[: len(model.mechanism)]
     depths = [len(range(n, model.n_layers, len(pattern))) for n in range(len(pattern))]

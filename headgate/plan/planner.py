@@ -249,7 +249,7 @@ class Planner:
 
     @cached_property
     def cpu_timing(self) -> cpu_timing.CpuTiming:
-        return cpu_timing.measure(self.config, self.decoder)
+        return cpu_timing.time_model(self.config, self.decoder)
 
     def cache(self) -> float:
         """Keys, values and what a mechanism keeps beside them, from the first key still needed."""
@@ -280,7 +280,7 @@ def with_batch(config: Config, *, context: int | None, batch: int | None) -> Con
     return replace(config, train=replace(train, context=context, batch_size=batch, steps=steps))
 
 
-def compare(
+def make_plans(
     config: Config,
     mechanisms: Sequence[Any],
     contexts: Sequence[int],

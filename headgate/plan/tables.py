@@ -8,10 +8,10 @@ import torch
 from rich.table import Table
 
 from headgate import config
-from headgate.compare.variants import Variant, parse_variants
 from headgate.errors import HeadgateError
+from headgate.mechanisms.contract import on_shelf
 from headgate.plan.devices import CPU, Seconds, find_device
-from headgate.plan.planner import USABLE, Fit, Plan, compare, make_plan, with_batch
+from headgate.plan.planner import USABLE, Fit, Plan, make_plan, make_plans, with_batch
 from headgate.progress import duration, table_console
 from headgate.train.start import named_config
 
@@ -170,20 +170,21 @@ def plan_words(
     asked = config.override(named_config(recipe), overrides)
     asked = with_batch(asked, context=context, batch=batch)
     if table:
-        variants = parse_variants([*filter(None, [mechanism]), *mechanisms], asked.model)
+        names = [*filter(None, [mechanism]), *mechanisms] or on_shelf("papers")
+        variants = {name: config.parse_mechanisms(name) for name in dict.fromkeys(["full", *names])}
         lengths = contexts or [asked.train.context * factor for factor in (1, 4, 16)]
-        plans = compare(
-            asked, [v.mechanism for v in variants], lengths, find_device(device), count=count, price=price
+        plans = make_plans(
+            asked, list(variants.values()), lengths, find_device(device), count=count, price=price
         )
         if as_json:
             print(json.dumps([plan.to_dict() for plan in plans]))
         else:
-            print_table(plans, [variant.label for variant in variants])
+            print_table(plans, list(variants))
         return
     label = "+".join(spec.name for spec in asked.model.mechanism)
     if mechanism is not None:
-        variant = Variant.parse(mechanism)
-        asked, label = replace(asked, model=replace(asked.model, mechanism=variant.mechanism)), variant.label
+        specs = config.parse_mechanisms(mechanism)
+        asked, label = replace(asked, model=replace(asked.model, mechanism=specs)), mechanism
     plan = make_plan(asked, find_device(device), count=count, price=price)
     if as_json:
         print(json.dumps(plan.to_dict()))

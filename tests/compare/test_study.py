@@ -302,7 +302,9 @@ def test_bad_claims_are_refused_before_anything_is_trained(data: Path, tmp_path:
 def test_equal_seconds_give_slower_variants_fewer_steps(
     data: Path, micro: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured = step_seconds([Variant.parse("full"), Variant.parse("sparse-geometric")], micro, 1)
+    measured = step_seconds(
+        {name: Variant.parse(name).config(micro) for name in ("full", "sparse-geometric")}, 1
+    )
     assert list(measured) == ["full", "sparse-geometric"]
     assert min(measured.values()) > 0
     monkeypatch.setattr(study_module, "step_seconds", lambda *_: {"full": 0.5, "sparse-geometric": 1.6})

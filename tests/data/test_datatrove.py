@@ -9,7 +9,7 @@ from data_examples import make_texts, write_parquet
 
 from headgate.data.loader import IGNORED, Loader
 from headgate.data.prepare import Request, prepare
-from headgate.data.shards import check, open_split
+from headgate.data.shards import check_data, open_split
 from headgate.data.tokenizers import make_tokenizer
 
 datatrove = pytest.importorskip("datatrove", reason="datatrove is absent (the dev extra); not run")
@@ -79,7 +79,7 @@ def test_we_train_from_what_datatrove_wrote(tmp_path: Path, tokenizer_path: Path
             path.unlink()
     split = open_split(tmp_path, "train")
     assert len(split.shards) > 3
-    assert check(tmp_path) is None
+    assert check_data(tmp_path) is None
     tokenizer = make_tokenizer(str(tokenizer_path))
     documents, end = [], tokenizer.end_of_text_id
     for shard in split.shards:

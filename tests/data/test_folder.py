@@ -124,7 +124,7 @@ def test_the_output_may_lie_in_the_source(tmp_path: Path, monkeypatch: pytest.Mo
     assert (second.sources, second.splits) == (first.sources, first.splits)
     (tmp_path / "data" / "notes.txt").write_text("not of the source")
     for name in (".", "**/*.jsonl", "**/*.txt"):
-        assert not any("data/" in file.name for file in preparing.Source(name, out=Path("third")).files)
+        assert not any("data/" in file.name for file in preparing.TextSource(name, out=Path("third")).files)
     with pytest.raises(HeadgateError, match="source 'data' is a folder of shards that prepare wrote"):
         prepare(Request("data", "byte"), "third")
 

@@ -146,7 +146,7 @@ def test_the_closing_token_outlives_an_interruption(tmp_path: Path, monkeypatch:
 
 def test_an_unfinished_folder_says_so(tmp_path: Path) -> None:
     (tmp_path / "progress.json").write_text("{}")
-    for use in (shards.check, lambda folder: shards.open_split(folder, "train")):
+    for use in (shards.check_data, lambda folder: shards.open_split(folder, "train")):
         with pytest.raises(HeadgateError, match="is not finished; run the same `headgate prepare` again"):
             use(tmp_path)
 

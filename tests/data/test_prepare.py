@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from headgate.data import prepare as preparing
 from headgate.data import shards, workers
 from headgate.data.prepare import Request, prepare
-from headgate.data.shards import Manifest, check, open_split, read_manifest
+from headgate.data.shards import Manifest, check_data, open_split, read_manifest
 from headgate.data.splits import Seen, document_key, parse_shares, split_of
 from headgate.data.tokenizers import Tokenizer
 from headgate.errors import HeadgateError
@@ -58,7 +58,7 @@ def test_every_document_comes_out_once_in_order(tmp_path: Path, tokenizer: str) 
         assert record.documents == len(mine)
         assert record.bytes == sum(len(text.encode()) for text in mine)
     assert all(found.values())
-    assert check(tmp_path / "out") == manifest
+    assert check_data(tmp_path / "out") == manifest
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "manifest.json",
         "sources.jsonl",
@@ -196,7 +196,7 @@ def test_a_text_that_holds_the_end_of_text_is_named(tmp_path: Path, small_chunks
         prepare(request, tmp_path / "out", workers=count)
     write_parquet(tmp_path / "in.parquet", texts)
     prepare(request, tmp_path / "out", workers=count)
-    assert check(tmp_path / "out") is not None
+    assert check_data(tmp_path / "out") is not None
 
 
 def test_a_text_that_the_tokenizer_cannot_encode_is_named(tmp_path: Path) -> None:
@@ -233,13 +233,13 @@ def test_a_bad_row_keeps_what_came_before_and_can_be_mended(
     assert json.loads((tmp_path / "out" / "progress.json").read_text())["now"]["file"] == 3
     (tmp_path / "elsewhere").replace(tmp_path / "in" / "d.parquet")
     read: list[str] = []
-    documents = preparing.Source.documents
+    documents = preparing.TextSource.documents
 
-    def noted(self: preparing.Source, file: Any, *, after: int = 0) -> Any:
+    def noted(self: preparing.TextSource, file: Any, *, after: int = 0) -> Any:
         read.append(file.name)
         return documents(self, file, after=after)
 
-    monkeypatch.setattr(preparing.Source, "documents", noted)
+    monkeypatch.setattr(preparing.TextSource, "documents", noted)
     prepare(request, tmp_path / "out", workers=count)
     assert read[0] == "d.parquet"  # the files before it were not read again
     assert tree(tmp_path / "out") == tree(tmp_path / "expected")

@@ -14,7 +14,7 @@ from headgate.data import recall as making
 from headgate.data import shards
 from headgate.data.loader import IGNORED, Windows
 from headgate.data.recall import Recall, distances, parse, prepare_recall, sequences
-from headgate.data.shards import check, open_split
+from headgate.data.shards import check_data, open_split
 from headgate.data.tokenizers import Tokenizer
 from headgate.errors import HeadgateError
 
@@ -101,7 +101,7 @@ def test_the_command(headgate: Run, tmp_path: Path) -> None:
     code, out, _ = headgate("prepare", SOURCE, tmp_path / "data")
     assert code == 0
     assert "2,048" in out
-    assert check(tmp_path / "data") is not None
+    assert check_data(tmp_path / "data") is not None
     assert headgate("prepare", SOURCE, tmp_path / "data")[0] == 0  # there already
     code, _, errors = headgate("prepare", SOURCE.replace("pairs=6", "pairs=7"), tmp_path / "data")
     assert code == 2

@@ -19,7 +19,7 @@ from headgate.data.prepare import Request, prepare
 from headgate.data.shards import (
     ShardWriter,
     SplitState,
-    check,
+    check_data,
     open_shard,
     open_split,
     publish,
@@ -107,7 +107,7 @@ def test_damage_is_named(prepared: Path, tmp_path: Path, name: str, damage: Call
     shutil.copytree(prepared, tmp_path / "out")
     damage(tmp_path / "out" / name)
     with pytest.raises(HeadgateError, match=name.removesuffix(".index")):
-        check(tmp_path / "out")
+        check_data(tmp_path / "out")
     if name.startswith("train"):
         with pytest.raises(HeadgateError, match=name.removesuffix(".index")):
             open_split(tmp_path / "out", "train")
@@ -125,7 +125,7 @@ def test_damage_says_what_helps(prepared: Path, tmp_path: Path) -> None:
         shutil.copytree(prepared, tmp_path / "out")
         damage(tmp_path / "out" / "train/00000.ds")
         with pytest.raises(HeadgateError, match=r"; delete the folder and prepare it again$"):
-            check(tmp_path / "out")
+            check_data(tmp_path / "out")
         shutil.rmtree(tmp_path / "out")
 
 
@@ -152,7 +152,7 @@ def test_what_cannot_be_read_is_one_sentence(
     monkeypatch.setattr("os.open", refused)
     monkeypatch.setattr(np, "fromfile", refused)
     with pytest.raises(HeadgateError, match=rf"{name.removesuffix('.index')}.* cannot be read: .+"):
-        check(prepared)
+        check_data(prepared)
     if name.startswith("train"):
         with pytest.raises(HeadgateError, match="cannot be read"):
             open_split(prepared, "train")
@@ -164,7 +164,7 @@ def test_a_folder_in_place_of_a_file_is_one_sentence(prepared: Path, tmp_path: P
         (tmp_path / "out" / name).unlink()
         (tmp_path / "out" / name).mkdir()
         with pytest.raises(HeadgateError, match=name.removesuffix(".index")):
-            check(tmp_path / "out")
+            check_data(tmp_path / "out")
         shutil.rmtree(tmp_path / "out")
 
 
@@ -175,7 +175,7 @@ def test_an_unreadable_folder_of_foreign_shards_is_named(
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     monkeypatch.setattr(os, "scandir", refused)
-    for use in (check, lambda folder: open_split(folder, "train")):
+    for use in (check_data, lambda folder: open_split(folder, "train")):
         with pytest.raises(HeadgateError, match=rf"{tmp_path} cannot be read: Permission denied"):
             use(tmp_path)
 
@@ -184,7 +184,7 @@ def test_a_loss_mask_is_used_only_if_the_manifest_knows_it(prepared: Path, tmp_p
     out = tmp_path / "out"
     shutil.copytree(prepared, out)
     (out / "train/00000.ds.loss").write_bytes(bytes(open_split(out, "train").tokens))
-    for use in (check, lambda folder: open_split(folder, "train", verify=False)):
+    for use in (check_data, lambda folder: open_split(folder, "train", verify=False)):
         with pytest.raises(HeadgateError, match=r"00000.ds.loss is not in the manifest of its folder"):
             use(out)
     (out / "train/00000.ds.loss").unlink()
@@ -204,13 +204,13 @@ def test_a_loss_mask_is_used_only_if_the_manifest_knows_it(prepared: Path, tmp_p
 def test_a_manifest_of_another_format_or_without_a_split(prepared: Path, tmp_path: Path) -> None:
     values = config.to_dict(read_manifest(prepared))
     config.save({**values, "format": 2}, tmp_path / "manifest.json")
-    for use in (check, lambda folder: open_split(folder, "train")):
+    for use in (check_data, lambda folder: open_split(folder, "train")):
         with pytest.raises(HeadgateError, match=r"is of format 2, and headgate .* reads format 1"):
             use(tmp_path)
     config.save({**values, "splits": values["splits"][1:]}, tmp_path / "manifest.json")
     for name in ("tokenizer.json", "sources.jsonl"):
         shutil.copy(prepared / name, tmp_path)
-    for use in (check, lambda folder: open_split(folder, "train")):
+    for use in (check_data, lambda folder: open_split(folder, "train")):
         with pytest.raises(HeadgateError, match=r"damaged: the splits are not train, val, test"):
             use(tmp_path)
 
@@ -233,22 +233,22 @@ def test_check_finds_what_checksums_cannot(prepared: Path, tmp_path: Path) -> No
     values["tokenizer"] |= {"vocab_size": 200, "end_of_text_id": 0}
     config.save(values, tmp_path / "out" / "manifest.json")
     with pytest.raises(HeadgateError, match=r"has the token 256 in a vocabulary of 200"):
-        check(tmp_path / "out")
+        check_data(tmp_path / "out")
     for split in values["splits"]:  # as version 0.1 wrote it
         for shard in split["shards"]:
             del shard["largest"]
     config.save(values, tmp_path / "out" / "manifest.json")
-    for use in (check, lambda folder: open_split(folder, "train")):
+    for use in (check_data, lambda folder: open_split(folder, "train")):
         with pytest.raises(HeadgateError, match=r"train/00000.ds has the token 256; the tokenizer has"):
             use(tmp_path / "out")
     values["tokenizer"] |= {"vocab_size": 257, "end_of_text_id": 256}
     config.save(values, tmp_path / "out" / "manifest.json")
-    assert check(tmp_path / "out") == read_manifest(tmp_path / "out") == manifest  # it is recorded now
+    assert check_data(tmp_path / "out") == read_manifest(tmp_path / "out") == manifest  # it is recorded now
     values = config.to_dict(manifest)
     values["splits"][1]["tokens"] += 1
     config.save(values, tmp_path / "out" / "manifest.json")
     with pytest.raises(HeadgateError, match="the counts of split 'val'"):
-        check(tmp_path / "out")
+        check_data(tmp_path / "out")
 
 
 def test_a_split_that_is_not_there(prepared: Path, tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_a_split_that_is_not_there(prepared: Path, tmp_path: Path) -> None:
     with pytest.raises(HeadgateError, match="is not a folder"):
         open_split(tmp_path / "absent", "train")
     with pytest.raises(HeadgateError, match=r"neither a manifest.json nor .ds files"):
-        check(tmp_path)
+        check_data(tmp_path)
     with pytest.raises(HeadgateError, match="has no split 'val'"):
         open_split(tmp_path, "val")
     (tmp_path / "in.txt").write_text("one document")

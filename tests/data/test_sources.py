@@ -19,20 +19,20 @@ from fsspec.implementations.dirfs import DirFileSystem
 from headgate.data import workers
 from headgate.data.prepare import Request, prepare
 from headgate.data.shards import open_split
-from headgate.data.sources import Source
+from headgate.data.sources import TextSource
 from headgate.data.tokenizers import make_tokenizer
 from headgate.errors import HeadgateError
 
 
 def texts_of(given: str, **options: Any) -> list[str]:
-    source = Source(given, **options)
+    source = TextSource(given, **options)
     return [document.text for file in source.files for document in source.documents(file)]
 
 
 def test_every_kind_of_file_is_read_whole_and_in_order(tmp_path: Path) -> None:
     texts = write_mixed(tmp_path / "in")
     assert texts_of(str(tmp_path / "in")) == texts
-    assert [file.name for file in Source(str(tmp_path / "in")).files][:4] == [
+    assert [file.name for file in TextSource(str(tmp_path / "in")).files][:4] == [
         "a.jsonl",
         "b.jsonl.gz",
         "c.jsonl.zst",
@@ -45,14 +45,14 @@ def test_file_and_glob(tmp_path: Path) -> None:
     all_of_d = texts_of(str(tmp_path / "d.parquet"))
     assert len(all_of_d) == 20
     assert texts_of(str(tmp_path / "[cd].*")) == texts_of(str(tmp_path / "c.jsonl.zst")) + all_of_d
-    names = [file.name for file in Source(f"{tmp_path}/**/*.md").files]
+    names = [file.name for file in TextSource(f"{tmp_path}/**/*.md").files]
     assert names == [f"e_md/{number:03d}.md" for number in range(20)]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.parquet"])
 def test_reading_can_begin_after_any_row(tmp_path: Path, name: str) -> None:
     write_mixed(tmp_path)
-    source = Source(str(tmp_path / name))
+    source = TextSource(str(tmp_path / name))
     documents = list(source.documents(source.files[0]))
     assert [document.row for document in documents] == list(range(1, 21))
     assert 0.99 < documents[-1].share <= 1.0
@@ -67,7 +67,7 @@ def test_text_column(tmp_path: Path) -> None:
 
 
 def test_stdlib_is_python_without_its_tests() -> None:
-    source = Source("stdlib")
+    source = TextSource("stdlib")
     names = {file.name for file in source.files}
     assert {"abc.py", "json/decoder.py"} <= names
     assert not any({"test", "tests", "site-packages"} & set(name.split("/")) for name in names)
@@ -111,7 +111,7 @@ def test_what_stands_before_a_cut_is_read(tmp_path: Path, compression: str) -> N
     data = gzip.compress(lines) if compression == "gz" else pa.compress(lines, codec="zstd", asbytes=True)
     whole = 1000 if compression == "gz" else lines[: len(lines) // ZSTD_BLOCK * ZSTD_BLOCK].count(b"\n")
     (tmp_path / f"a.jsonl.{compression}").write_bytes(data[:-9])
-    source, read = Source(str(tmp_path)), []
+    source, read = TextSource(str(tmp_path)), []
     documents = source.documents(source.files[0])
     with pytest.raises(HeadgateError, match=f"'a.jsonl.{compression}', after line {whole}, cannot be read"):
         read.extend(document.text for document in documents)
@@ -136,10 +136,10 @@ def test_links_to_files_are_read_and_links_to_folders_not(tmp_path: Path) -> Non
     (snapshot / "around").symlink_to(snapshot)
     assert texts_of(str(snapshot)) == texts_of(f"{snapshot}/**/*.txt") == ["one", "one"]
     assert texts_of(str(snapshot / "a.txt")) == texts_of(f"{snapshot}/*.txt") == ["one"]
-    assert Source(str(snapshot)).files[0].size == 3
+    assert TextSource(str(snapshot)).files[0].size == 3
     (blobs / "0123").unlink()
     with pytest.raises(HeadgateError, match=r"a.txt' in source .* is a link to '../blobs/0123', which"):
-        Source(str(snapshot))
+        TextSource(str(snapshot))
 
 
 def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +155,7 @@ def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(os, "scandir", refused)
     for given in (str(tmp_path), f"{tmp_path}/**/*.txt", f"{tmp_path}/l*/*.txt"):
         with pytest.raises(HeadgateError, match=r"cannot be read: PermissionError: .*locked'"):
-            Source(given)
+            TextSource(given)
     assert texts_of(f"{tmp_path}/*.txt") == ["one"]  # nothing of it could be in there
     assert texts_of(f"{tmp_path}/[!l]*") == ["one"]
 
@@ -211,7 +211,7 @@ def test_a_source_that_is_none(
     (tmp_path / "empty").mkdir()
     (tmp_path / "a.csv").write_text("x")
     with pytest.raises(HeadgateError, match=words):
-        Source(given)
+        TextSource(given)
 
 
 class HubStandIn(DirFileSystem):  # type: ignore[misc]
@@ -306,7 +306,7 @@ def test_without_the_hub_extra_it_is_said_what_to_install(monkeypatch: pytest.Mo
     monkeypatch.delitem(_registry, "hf", raising=False)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     use: Callable[[], object] = {
-        "source": lambda: Source("hf://datasets/HuggingFaceFW/fineweb"),
+        "source": lambda: TextSource("hf://datasets/HuggingFaceFW/fineweb"),
         "tokenizer": lambda: make_tokenizer("Qwen/Qwen3-0.6B"),
     }[what]
     with pytest.raises(HeadgateError, match=r"pip install 'headgate\[hf\]'"):
@@ -316,4 +316,4 @@ def test_without_the_hub_extra_it_is_said_what_to_install(monkeypatch: pytest.Mo
 def test_without_another_package_the_right_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(HeadgateError, match=r"'s3://a' needs a package that is not installed; Install s3fs"):
-        Source("s3://a")
+        TextSource("s3://a")

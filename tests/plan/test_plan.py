@@ -18,7 +18,7 @@ from headgate.model.decoder import Decoder
 from headgate.plan import cpu_timing
 from headgate.plan.devices import DEVICES, find_device
 from headgate.plan.memory_trace import DIRECT_TOKENS, Ledger, Passes, Sizes, blank_decoder, walk
-from headgate.plan.planner import USABLE, Planner, compare, make_plan, with_batch
+from headgate.plan.planner import USABLE, Planner, make_plan, make_plans, with_batch
 from headgate.recipes import RECIPES, get_recipe
 from headgate.train.summary import flops_per_token
 
@@ -91,7 +91,7 @@ def test_predicted_memory_is_within_a_tenth_of_measured(
     sequences = costs.sequences_at(length, base.train)
     asked = replace(base, train=replace(base.train, context=length, batch_size=sequences))
     assert total(asked, mechanism) == pytest.approx(
-        costs.peak_memory(Variant.parse(mechanism), base, length), rel=0.1
+        costs.peak_memory(Variant.parse(mechanism).config(base), length), rel=0.1
     )
 
 
@@ -185,7 +185,7 @@ def test_pair_gates_are_dearer_and_windows_cheaper_on_long_contexts() -> None:
     config = with_batch(get_recipe("paper-134m"), context=16_384, batch=8)
     assert config.train.tokens == pytest.approx(get_recipe("paper-134m").train.tokens, rel=0.01)
     names = ["full", "dynamic-sparse", "sparse-geometric"]
-    plans = compare(config, [Variant.parse(name).mechanism for name in names], [16_384], A100, price=2.0)
+    plans = make_plans(config, [Variant.parse(name).mechanism for name in names], [16_384], A100, price=2.0)
     full, windowed, gated = (plan.asked.seconds.expected for plan in plans)
     assert windowed < full < gated
     hours, cost = plans[0].hours(plans[0].asked), plans[0].cost(plans[0].asked)
@@ -194,7 +194,7 @@ def test_pair_gates_are_dearer_and_windows_cheaper_on_long_contexts() -> None:
 
 
 def test_pieces_scale_with_sequences_and_extrapolate_by_pairs(micro: Config) -> None:
-    found = cpu_timing.measure(micro, blank_decoder(micro.model))
+    found = cpu_timing.time_model(micro, blank_decoder(micro.model))
     one, ten = (found.seconds(n, recompute=False) for n in (1, 10))
     assert 0 < one.low <= one.expected <= one.high
     assert ten.low - found.step.low == pytest.approx(10 * (one.low - found.step.low))
