@@ -2,10 +2,10 @@
 
     python benchmarks/simulated_studies.py [--studies 4000] [--json FILE]
 
-A simulated study draws losses as D_sd = mu + a_s + b_d + e_sd for every variant and the baseline, over documents
-of very different lengths, and judges them with `headgate.compare.statistics`. Three things are counted:
+A simulated study draws losses as D_sd = mu + a_s + b_d + e_sd for every variant and the baseline, over
+documents of very different lengths, and judges them with `headgate.compare.statistics`. Counted are:
 
-- false verdicts: studies without any true difference that call at least one variant better or worse (at most 5%);
+- false verdicts: studies without any true difference that call a variant better or worse (at most 5%);
 - coverage: how often the interval of a single variant holds the true difference (93% to 97%);
 - power: how often a true difference is shown, beside what `detectable` and `power` predict (within 5 points).
 """
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from headgate.compare.looks import nominal_levels
-from headgate.compare.statistics import ALPHA, Estimate, Losses, Part, differences, power
+from headgate.compare.statistics import ALPHA, Estimate, Losses, VariancePart, differences, power
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,11 @@ class World:
         n, draw = self.documents, np.random.default_rng(0)
         lengths = np.exp(draw.normal(5, self.lengths, (1000, n)))
         as_many = np.median(np.square(lengths).sum(1) ** 2 / (lengths**4).sum(1))
-        return Estimate(0.0, Part(a / seeds + e / (seeds * n), seeds - 1), Part(b / n, max(1.0, as_many - 1)))
+        return Estimate(
+            0.0,
+            VariancePart(a / seeds + e / (seeds * n), seeds - 1),
+            VariancePart(b / n, max(1.0, as_many - 1)),
+        )
 
 
 WORLDS = (
@@ -78,11 +82,15 @@ def false_verdicts(world: World, studies: int, *, looks: tuple[int, ...], varian
     return claimed / studies
 
 
-def coverage(world: World, studies: int, *, seeds: int, shift: float = -0.02) -> float:
+def coverage(
+    world: World, studies: int, *, seeds: int, shift: float = -0.02, with_documents: bool = True
+) -> float:
     """The share of studies whose interval of a single variant holds the true difference."""
     draw, held = np.random.default_rng(2), 0
     for _ in range(studies):
         baseline, one = world.losses(draw, [shift], seeds)
+        if not with_documents:
+            baseline, one = Losses(baseline.by_seed), Losses(one.by_seed)
         found = differences(baseline, {"v": one})["v"]
         assert found.low is not None
         assert found.high is not None

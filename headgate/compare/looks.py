@@ -13,40 +13,12 @@ fewer false verdicts come out than are allowed.
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
-from headgate.errors import HeadgateError
-
-MOST_SEEDS = 1000
-"""Seeds from here on are for tuning."""
 FARTHEST = 8.5
 """Standard deviations beyond which no bound is looked for."""
 HALF = 600
 """Half the steps of the grid."""
-
-
-def parse_seeds(text: str) -> tuple[int, ...]:
-    """`5`: five seeds and one look. `4..12`: looks after 4, 8 and 12. `4,6,12`: looks after those."""
-    try:
-        if ".." in text:
-            first, last = (int(part) for part in text.split(".."))
-            looks = (*range(first, last, max(1, first)), last)
-            ordered = first < last
-        else:
-            looks = tuple(int(part) for part in text.split(","))
-            ordered = all(a < b for a, b in pairwise(looks))
-    except ValueError:
-        looks, ordered = (), False
-    if not looks or not ordered or looks[0] < 1:
-        raise HeadgateError(
-            f"seeds={text!r} is no number of seeds; write 5, or 4..12 to look after 4, 8 and 12"
-        )
-    if looks[-1] > MOST_SEEDS:
-        raise HeadgateError(f"seeds={text!r} is too many; expected at most {MOST_SEEDS}")
-    if len(looks) > 1 and looks[0] < 2:
-        raise HeadgateError(f"seeds={text!r} looks after one seed, which shows nothing; begin with 2 or more")
-    return looks
 
 
 def spent(level: float, share: float) -> float:

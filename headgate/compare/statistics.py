@@ -6,9 +6,9 @@ its tokens: with sums x_sd and y_sd of n_d tokens it is a ratio, whose error fol
 
     D_sd = (x_sd - y_sd - mu n_d) / mean(n) = a_s + b_d + e_sd      SE^2 = var_a/S + var_b/N + var_e/(S N)
 
-The variances are those of the two-way analysis of variance; each part of SE^2 has its own degrees of freedom
-(`Estimate.half`). Without documents it is the paired t-test over the seeds, which says nothing of other
-documents.
+The variances are those of the two-way analysis of variance; runs and documents have degrees of freedom of
+their own (`Estimate.tail`). Without documents it is the paired t-test over the seeds, which says nothing of
+other documents.
 
 Variants that the user named, ablations and controls are families of their own. Within a family each of m
 comparisons is made at 5% / m (Bonferroni), and so is its interval: the interval excludes 0 exactly where the
@@ -27,6 +27,7 @@ Three cases need a rule of their own:
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -42,8 +43,6 @@ Curve = Sequence[tuple[float, float]]
 
 ALPHA = 0.05
 POWER = 0.8
-LEAST_P = 1e-12
-"""Where documents count too, smaller p-values are given as this."""
 NAMED, ABLATIONS, CONTROLS = "named", "ablations", "controls"
 """The families."""
 
@@ -71,7 +70,7 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class Part:
+class VariancePart:
     """A share of a mean's variance, and the degrees of freedom that it was estimated with."""
 
     variance: float
@@ -83,9 +82,9 @@ class Estimate:
     """A mean difference and where its error comes from."""
 
     mean: float
-    seeds: Part
+    seeds: VariancePart
     """Of the mean: what varies from run to run."""
-    documents: Part | None = None
+    documents: VariancePart | None = None
     """Of the mean: what varies from document to document; None where documents were not kept."""
     components: Mapping[str, float] | None = None
     """Variances of a seed, of a document, and of a document in a run; one estimated below 0 is given as 0."""
@@ -94,44 +93,55 @@ class Estimate:
     def error(self) -> float:
         return math.sqrt(self.seeds.variance + (self.documents.variance if self.documents else 0.0))
 
-    def half(self, level: float) -> float:
-        """Half the width of the interval of 1 - level.
-
-        Each part is taken times its own quantile, as Cochran and Cox do for two means: a few seeds are never
-        credited with the degrees of freedom of many documents.
-        """
+    @property
+    def _parts(self) -> list[VariancePart]:
+        """Those that there are, the larger first."""
         parts = [part for part in (self.seeds, self.documents) if part is not None and part.variance]
-        return math.sqrt(sum(t_quantile(1 - level / 2, part.df) ** 2 * part.variance for part in parts))
+        return sorted(parts, key=lambda part: -part.variance)
+
+    def tail(self, distance: float) -> float:
+        """The chance of an error of this size or more, to either side.
+
+        An error is the sum of two parts whose variances are known with few degrees of freedom each: Behrens
+        and Fisher's distribution. A few seeds are so never credited with the many documents' certainty.
+        """
+        from scipy.special import stdtr
+
+        if not self._parts:
+            return float(distance == 0)
+        large, *small = self._parts
+        if not small:
+            return 2 * float(stdtr(large.df, -distance / math.sqrt(large.variance)))
+        points, weights = t_points(small[0].df)
+        left = distance - math.sqrt(small[0].variance) * points
+        return 2 * float((weights * stdtr(large.df, -left / math.sqrt(large.variance))).sum())
 
     @property
     def p(self) -> float:
-        """Two-sided, of "the mean is 0": the level whose interval ends at 0; 1 if the mean is 0, 0 if there
-        is no error at all."""
-        if self.mean == 0:
-            return 1.0
-        if self.error == 0:
-            return 0.0
-        from scipy.special import stdtr
+        """Two-sided, of "the mean is 0": 1 if it is, 0 if there is no error at all."""
+        return min(1.0, self.tail(abs(self.mean)))
 
-        if self.documents is None or not self.documents.variance:
-            return 2 * float(stdtr(self.seeds.df, -abs(self.mean) / self.error))
+    def half(self, level: float) -> float:
+        """Half the width of the interval of 1 - level."""
+        parts = self._parts
+        quantiles = [t_quantile(1 - level / 2, part.df) * math.sqrt(part.variance) for part in parts]
+        if len(parts) < 2:
+            return sum(quantiles)
         from scipy.optimize import brentq
 
-        def beyond(exponent: float) -> float:
-            return self.half(math.exp(exponent)) - abs(self.mean)
-
-        least = math.log(LEAST_P)
-        return LEAST_P if beyond(least) < 0 else math.exp(float(brentq(beyond, least, -1e-12)))
+        most = 3 * sum(quantiles)
+        return float(brentq(lambda half: self.tail(half) - level, 0.0, most, xtol=1e-9 * most))
 
     def df(self, level: float) -> float:
         """Degrees of freedom of the t distribution that gives the same interval."""
-        parts = [part for part in (self.seeds, self.documents) if part is not None and part.variance]
+        parts = self._parts
         if len(parts) < 2:
             return parts[0].df if parts else self.seeds.df
         from scipy.optimize import brentq
 
-        wanted, ends = self.half(level) / self.error, sorted(part.df for part in parts)
-        return float(brentq(lambda df: t_quantile(1 - level / 2, df) - wanted, ends[0], ends[1] + 1))
+        wanted = self.half(level) / self.error
+        ends = min(part.df for part in parts) / 2, 2 * sum(part.df for part in parts)
+        return float(brentq(lambda df: t_quantile(1 - level / 2, df) - wanted, *ends))
 
     def detectable(self, level: float) -> float:
         """The smallest difference that a test at `level` with this error shows with a power of 0.8."""
@@ -197,7 +207,7 @@ def interval(values: Sequence[float], confidence: float = 1 - ALPHA) -> Interval
 def over_seeds(values: Sequence[float]) -> Estimate:
     """The mean of at least two independent values."""
     n, variance = len(values), _deviation(values) ** 2
-    return Estimate(fmean(values), Part(variance / n, n - 1))
+    return Estimate(fmean(values), VariancePart(variance / n, n - 1))
 
 
 def over_seeds_and_documents(sums: "NDArray[np.float64]", tokens: "NDArray[np.float64]") -> Estimate:
@@ -224,7 +234,12 @@ def over_seeds_and_documents(sums: "NDArray[np.float64]", tokens: "NDArray[np.fl
         "documents": from_documents * documents,
         "residual": from_rest * count,
     }
-    return Estimate(mean, Part(from_runs, seeds - 1), Part(from_documents, max(1.0, as_many - 1)), components)
+    return Estimate(
+        mean,
+        VariancePart(from_runs, seeds - 1),
+        VariancePart(from_documents, max(1.0, as_many - 1)),
+        components,
+    )
 
 
 def differences(
@@ -387,6 +402,17 @@ def detectable_shift(df: float, level: float) -> float:
 
     critical = t_quantile(1 - level / 2, df)
     return float(brentq(lambda shift: power(shift, df, level) - POWER, 0.0, 3 * critical + 3, xtol=1e-9))
+
+
+@lru_cache(maxsize=256)
+def t_points(df: float) -> "tuple[NDArray[np.float64], NDArray[np.float64]]":
+    """Points and weights to average a smooth function over Student's t distribution."""
+    import numpy as np
+    from scipy.special import ndtr, stdtrit
+
+    z = np.linspace(-7, 7, 281)
+    weights = np.exp(-z * z / 2)
+    return stdtrit(df, ndtr(z)), weights / weights.sum()
 
 
 def t_quantile(probability: float, df: float) -> float:
