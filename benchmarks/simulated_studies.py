@@ -55,7 +55,7 @@ class World:
         a, b, e = 2 * self.seed**2, 2 * weight * self.document**2, 2 * weight * self.rest**2
         n, draw = self.documents, np.random.default_rng(0)
         lengths = np.exp(draw.normal(5, self.lengths, (1000, n)))
-        as_many = np.median(np.square(lengths).sum(1) ** 2 / (lengths**4).sum(1))
+        as_many = np.median(lengths.sum(1) ** 2 / np.square(lengths).sum(1))
         return Estimate(
             0.0,
             VariancePart(a / seeds + e / (seeds * n), seeds - 1),

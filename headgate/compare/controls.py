@@ -31,7 +31,7 @@ def control_variants(base: Config) -> tuple[Variant, ...]:
 
 def with_controls(variants: Sequence[Variant], base: Config) -> tuple[Variant, ...]:
     """The variants with the controls behind them, but for those that the user named anyway."""
-    named = {variant.mechanism for variant in variants}
+    named = [variant.mechanism for variant in variants]
     labels = {variant.label for variant in variants}
     added = [control for control in control_variants(base) if control.mechanism not in named]
     return (*variants, *(replace(c, label=f"{c.label} ") if c.label in labels else c for c in added))

@@ -227,8 +227,8 @@ def over_seeds_and_documents(sums: "NDArray[np.float64]", tokens: "NDArray[np.fl
     from_rest = float((np.square(rest).sum(0) / short).sum()) / (seeds - 1) / (count * documents)
     from_documents = float((np.square(of_documents) / short).sum()) / documents**2 - from_rest
     from_documents = max(0.0, from_documents)
-    # If a document's mean varies alike however long it is, so many equally long ones would be as good.
-    as_many = float(np.square(tokens).sum() ** 2 / (tokens**4).sum())
+    # So many equally long documents would tell as much (Kish).
+    as_many = float(tokens.sum() ** 2 / np.square(tokens).sum())
     components = {
         "seeds": max(0.0, from_runs - from_rest) * seeds,
         "documents": from_documents * documents,
