@@ -192,9 +192,9 @@ def _points(run: Mapping[str, Any]) -> list[tuple[float, float]]:
 def _seconds_per_token(
     label: str, runs: Sequence[Mapping[str, Any]], costs: Costs | None, base: Config
 ) -> float:
-    own = _cost(label, costs, base)
-    if own is not None:
-        return 1 / own.tokens_per_second
+    measured = _tokens_per_second(label, costs, base)
+    if measured is not None:
+        return 1 / measured
     speeds = [run["tokens_per_second"] for run in runs if run["state"] == "finished"]
     return 1 / fmean(speeds) if speeds else math.nan
 
@@ -359,13 +359,23 @@ def _cost(label: str, costs: Costs | None, base: Config) -> Cost | None:
     return next((cost for cost in mine if cost.length == base.train.context), None)
 
 
+def _tokens_per_second(label: str, costs: Costs | None, base: Config) -> float | None:
+    """Of training: the baseline's, times the relative speed."""
+    own = _cost(label, costs, base)
+    if own is None or costs is None:
+        return None
+    reference = _cost(costs.costs[0].label, costs, base)
+    assert reference is not None  # every length is measured for the baseline, whose costs come first
+    return reference.tokens_per_second * own.training.ratio
+
+
 def _speed_and_memory(label: str, costs: Costs | None, base: Config) -> dict[str, Any]:
     """At the training context."""
     cost = _cost(label, costs, base)
     if cost is None:
         return {"tokens_per_second": None, "speed": None, "memory": None}
     return {
-        "tokens_per_second": cost.tokens_per_second,
+        "tokens_per_second": _tokens_per_second(label, costs, base),
         "speed": {"ratio": cost.training.ratio, "low": cost.training.low, "high": cost.training.high},
         "memory": {"ratio": cost.peak_ratio, "bytes": cost.peak_bytes},
     }

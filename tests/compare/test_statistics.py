@@ -1,7 +1,6 @@
 """The statistics, against scipy, against tables worked by hand, and by simulating studies."""
 
 import math
-
 from typing import Any
 
 import numpy as np
@@ -222,7 +221,7 @@ def test_the_looks_of_obrien_and_fleming() -> None:
 
 def test_a_study_with_looks_stops_for_what_it_has_shown() -> None:
     draw = np.random.default_rng(0)
-    baseline = {seed: 5.0 for seed in range(12)}
+    baseline = dict.fromkeys(range(12), 5.0)
     clear = {seed: 4.0 + draw.normal(0, 0.01) for seed in range(4)}
     small = {seed: 4.99 + draw.normal(0, 0.01) for seed in range(12)}
     variants = {"clear": clear, "small": small}

@@ -339,12 +339,12 @@ def test_equal_seconds_give_slower_variants_fewer_steps(
 
 @pytest.mark.parametrize(
     ("ratio", "low", "high", "between"),
-    [(0.75, 0.7, 0.8, [4, 8]), (0.9, 0.8, 1.1, [8]), (2.0, 1.9, 2.1, [8])],
+    [(0.75, 0.7, 0.8, [4, 8]), (2.0, 1.9, 2.1, [8])],
 )
 def test_at_equal_seconds_speeds_count_by_their_ratio(
     study: Path, tmp_path: Path, ratio: float, low: float, high: float, between: list[int]
 ) -> None:
-    """And only where it is shown to differ; seconds of different rounds of measuring are not compared."""
+    """Seconds of different rounds of measuring are not compared."""
     out = tmp_path / "study"
     shutil.copytree(study, out)
     costs = json.loads((out / "costs.json").read_text())
