@@ -370,6 +370,13 @@ class StudyOptions:
     seeds: str = "3"
     """How many; each trains every variant. 4..12 looks at the results after 4, 8 and 12 seeds and trains no
     further seed of what it has shown by then."""
+    tune: int = 0
+    """Trials for each variant over --space, on seeds that judge nothing; 0 leaves all as published."""
+    space: str = ""
+    """What to tune, as in train.learning_rate=1e-3..1e-2,model.rope_theta=[100,10000]; when absent learning
+    rate, attention_output_rate and rope_theta around the recipe's, and what a mechanism declares."""
+    published: bool = True
+    """With --tune: also judge all variants as published."""
     controls: bool = True
     """Train two controls as well, no attention and a short window, to see what the study can tell."""
     budget: Literal["tokens", "seconds"] = "tokens"
@@ -389,6 +396,11 @@ class StudyOptions:
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "jobs", "threads")
+        require_at_least(self, 0, "tune")
+        if self.tune == 1:
+            raise HeadgateError("tune=1 is a single trial, the recipe as it stands; give 2 or more, or 0")
+        if not self.tune and (self.space or not self.published):
+            raise HeadgateError("--space and --no-published are for tuning; give --tune N as well")
         parse_seeds(self.seeds)
         if not 0 < self.cost_seconds < math.inf:
             raise HeadgateError(f"cost_seconds={self.cost_seconds} is no time to measure; give some above 0")

@@ -2,7 +2,10 @@
 
 study.json       what is compared: variants, seeds, the data, how
 config.json      the recipe that all variants share
-runs/V/seed-N/   a run folder for each variant and seed
+runs/V/seed-N/   a run folder for each variant and seed, as published
+tuning/trial-K/V/seed-N/    trials of the tuning, if there was one
+tuned/trial-K/V/seed-N/     the judged runs of each variant with the settings of trial K, which won
+ladder/M/V/seed-N/          runs at M times the budget, if there is a ladder
 logs/            what each run's process wrote
 costs.json       speed, memory and decoding of each variant, measured apart from training
 gates.json       the gates of each variant on a passage of held-out text
@@ -19,6 +22,7 @@ from typing import Any, Literal
 
 from headgate import config, files
 from headgate.compare.jobs import Job
+from headgate.compare.space import Trial
 from headgate.compare.variants import Variant
 from headgate.config import Config
 from headgate.errors import HeadgateError
@@ -28,7 +32,11 @@ from headgate.train.folder import DataRecord
 
 Budget = Literal["tokens", "seconds"]
 JUDGED = "runs"
-"""Where the judged runs lie."""
+"""Where the runs lie that are judged as published."""
+PUBLISHED, TUNED = "published", "tuned"
+"""The two kinds of judged runs."""
+Winners = Mapping[str, Trial]
+"""By label, the trial that won the tuning."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +53,14 @@ class Study:
     looks: tuple[int, ...] = ()
     """Planned numbers of seeds to judge at, the last being `seeds`; empty for a single look at the end."""
     looked: Mapping[str, int] = field(default_factory=dict)
-    """By place of the judged runs: how many of those looks are done."""
+    """By kind of the judged runs: how many of those looks are done."""
+    tune: int = 0
+    """Trials for each variant; 0 for none."""
+    space: str = ""
+    """What they are drawn from, as written; empty for the default."""
+    tuning_seeds: int = 1
+    published: bool = True
+    """Whether variants are judged as published too, if they are tuned."""
     extended: tuple[int, ...] = ()
     """Numbers of seeds it had before more were asked for, without having been planned."""
     budget: Budget = "tokens"
@@ -100,6 +115,10 @@ class StudyFolder:
                 found.append(f"{name}={old} and not {new}")
         if before.data.fingerprint != asked.data.fingerprint:
             found.append(f"data from {before.data.folder!r} and not this")
+        for name in ("tune", "space", "published") if before.tune else ():
+            old, new = getattr(before, name), getattr(asked, name)
+            if old != new:
+                found.append(f"{name}={old} and not {new}")
         known = {variant.label: variant for variant in before.variants}
         for variant in asked.variants:
             old_variant = known.get(variant.label)
@@ -114,6 +133,9 @@ class StudyFolder:
         study = replace(
             before,
             data=asked.data,
+            tune=asked.tune,
+            space=asked.space,
+            published=asked.published or not before.tune,
             variants=before.variants + added,
             seeds=max(before.seeds, asked.seeds),
             extended=(*before.extended, before.seeds) if grows else before.extended,
@@ -151,10 +173,20 @@ class StudyFolder:
             **more,
         )
 
-    def jobs(self, study: Study, base: Config, seeds: int, place: str = JUDGED) -> list[Job]:
+    def judged(self, study: Study, base: Config, variant: Variant, seed: int, winners: Winners | None) -> Job:
+        """A judged run: as published, or with the settings that won the tuning."""
+        if winners is None:
+            return self.job(study, base, variant, seed)
+        trial = winners[variant.label]
+        changed, settings = trial.of(variant)
+        return self.job(study, base, changed, seed, f"tuned/trial-{trial.number}", settings)
+
+    def jobs(self, study: Study, base: Config, seeds: int, winners: Winners | None = None) -> list[Job]:
         """The judged runs, seed by seed, so that an unfinished study has whole comparisons."""
         return [
-            self.job(study, base, variant, seed, place) for seed in range(seeds) for variant in study.variants
+            self.judged(study, base, variant, seed, winners)
+            for seed in range(seeds)
+            for variant in study.variants
         ]
 
     @property

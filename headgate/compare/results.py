@@ -20,11 +20,12 @@ from headgate import config, files
 from headgate.compare import statistics
 from headgate.compare.claims import judge_papers
 from headgate.compare.controls import sight
-from headgate.compare.folder import JUDGED, Study, StudyFolder
+from headgate.compare.folder import PUBLISHED, TUNED, Study, StudyFolder
 from headgate.compare.jobs import Job, failure
 from headgate.compare.judging import family, judge, judged_loss, losses_by_label
 from headgate.compare.statistics import Losses, differences
 from headgate.compare.tables import claims_markdown, conditions, headline, markdown, verdicts
+from headgate.compare.tuning import Tuner, tuning_results
 from headgate.compare.variants import Variant
 from headgate.config import Config
 from headgate.data.shards import read_manifest
@@ -63,12 +64,17 @@ def study_results(out: str | os.PathLike[str]) -> dict[str, Any]:
     folder = StudyFolder(out)
     study, base = folder.read()
     costs = folder.read_costs()
-    jobs = folder.jobs(study, base, study.seeds)
+    tuner = Tuner(folder, study, base, None, None) if study.tune else None
+    tuned = tuner.tune() if tuner is not None else {}
+    winners = {label: one.winner for label, one in tuned.items()} if tuner and tuner.complete else None
+    kind = PUBLISHED if winners is None else TUNED
+    jobs = folder.jobs(study, base, study.seeds, winners)
     labels = [variant.label for variant in study.variants]
-    runs = {label: [_run(job) for job in jobs if job.variant.label == label] for label in labels}
+    runs = {label: [_run(job, folder.path) for job in jobs if job.variant.label == label] for label in labels}
     seconds = {label: _seconds_per_token(label, runs[label], costs, base) for label in labels}
     losses = losses_by_label(jobs)
-    judged = judge(study, losses, study.looked.get(JUDGED, 0))
+    judged = judge(study, losses, study.looked.get(kind, 0))
+    published = _published(folder, study, base) if winners is not None and study.published else {}
     at_equal_seconds = _at_equal_seconds(runs, seconds, labels)
     by_seconds = judge(study, {label: Losses(found) for label, found in at_equal_seconds.items()})
     baseline = labels[0]
@@ -84,8 +90,9 @@ def study_results(out: str | os.PathLike[str]) -> dict[str, Any]:
             "family": None if label == baseline else family(variant),
             "own_options": {} if variant.ablation else _own_options(variant),
             "options": variant.options(base.model),
-            "folder": f"runs/{variant.folder}",
             "steps": study.steps.get(label, base.train.steps),
+            "settings": {} if winners is None else dict(winners[label].settings),
+            "published": published.get(label),
             "runs": runs[label],
             "loss": asdict(statistics.interval(list(losses[label].by_seed.values()))),
             "difference": None if difference is None else asdict(difference),
@@ -111,7 +118,9 @@ def study_results(out: str | os.PathLike[str]) -> dict[str, Any]:
         "budget": study.budget,
         "seeds": study.seeds,
         "looks": list(study.looks),
-        "looked": study.looked.get(JUDGED, 0),
+        "looked": study.looked.get(kind, 0),
+        "tuned": winners is not None,
+        "tuning": None if tuner is None else tuning_results(tuner, tuned),
         "extended": list(study.extended),
         "threads": study.threads,
         "baseline": baseline,
@@ -130,6 +139,29 @@ def study_results(out: str | os.PathLike[str]) -> dict[str, Any]:
     return collected
 
 
+def main_jobs(folder: StudyFolder, study: Study, base: Config) -> list[Job]:
+    """The judged runs that the results are about: tuned, if the study was tuned."""
+    winners = None
+    if study.tune:
+        tuner = Tuner(folder, study, base, None, None)
+        tuned = tuner.tune()
+        winners = {label: one.winner for label, one in tuned.items()} if tuner.complete else None
+    return folder.jobs(study, base, study.seeds, winners)
+
+
+def _published(folder: StudyFolder, study: Study, base: Config) -> dict[str, dict[str, Any]]:
+    """By label, the verdict on the variants as published, beside that on the tuned ones."""
+    losses = losses_by_label(folder.jobs(study, base, study.seeds))
+    judged = judge(study, losses, study.looked.get(PUBLISHED, 0))
+    return {
+        label: {
+            "loss": asdict(statistics.interval(list(of.by_seed.values()))),
+            "difference": asdict(judged[label]) if label in judged else None,
+        }
+        for label, of in losses.items()
+    }
+
+
 def differences_to(label: str, results: Mapping[str, Any]) -> dict[str, statistics.Difference]:
     """Every other variant compared with this one instead of the baseline, over the seeds alone, by label."""
     losses = {variant["label"]: Losses(_losses(variant["runs"])) for variant in results["variants"]}
@@ -139,8 +171,8 @@ def differences_to(label: str, results: Mapping[str, Any]) -> dict[str, statisti
     return differences(reference, losses)
 
 
-def _run(job: Job) -> dict[str, Any]:
-    run: dict[str, Any] = {"seed": job.seed, "folder": f"runs/{job.variant.folder}/seed-{job.seed}"}
+def _run(job: Job, study_folder: Path) -> dict[str, Any]:
+    run: dict[str, Any] = {"seed": job.seed, "folder": str(job.folder.relative_to(study_folder))}
     lines = [line for line in read_metrics(job.folder) if "validation" in line]
     curve = [
         {
@@ -411,6 +443,9 @@ def _commands(folder: StudyFolder, study: Study, jobs: Sequence[Job], base: Conf
     words += ["--seeds", seeds, "--out", str(folder.path), *study.settings]
     if not any(variant.control for variant in study.variants):
         words.append("--no-controls")
+    if study.tune:
+        words += ["--tune", str(study.tune)] + (["--space", study.space] if study.space else [])
+        words += [] if study.published else ["--no-published"]
     if study.budget != "tokens":
         words += ["--budget", study.budget]
     if study.threads != 1:

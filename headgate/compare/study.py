@@ -14,11 +14,13 @@ from headgate import config, files
 from headgate.compare.claims import check_variants
 from headgate.compare.controls import with_controls
 from headgate.compare.executors.local import LocalExecutor
-from headgate.compare.folder import JUDGED, Study, StudyFolder
+from headgate.compare.folder import PUBLISHED, TUNED, Study, StudyFolder, Winners
 from headgate.compare.jobs import Executor, Job
 from headgate.compare.judging import undecided
 from headgate.compare.progress import StudyProgress
-from headgate.compare.results import write_results
+from headgate.compare.results import main_jobs, write_results
+from headgate.compare.space import draw_trials, parse_space
+from headgate.compare.tuning import Tuner
 from headgate.compare.variants import Variant, parse_variants
 from headgate.config import Config, StudyOptions
 from headgate.data.shards import open_split
@@ -53,12 +55,17 @@ def run_study(
         variants=with_controls(variants, base) if options.controls else variants,
         seeds=looks[-1],
         looks=looks if len(looks) > 1 else (),
+        tune=options.tune,
+        space=options.space,
+        published=options.published,
         budget=options.budget,
         threads=options.threads,
         cost=CostPlan(config.parse_lengths(options.lengths), options.cost_seconds),
         settings=tuple(overrides),
     )
     check_fit(base, asked.data, *splits)
+    if asked.tune:
+        draw_trials(parse_space(asked.space, base), (), asked.tune)  # what cannot be drawn is refused now
     claims = None if options.claims is None else load_paper(options.claims)
     if claims is not None:
         check_variants(claims, base.model)
@@ -73,7 +80,11 @@ def run_study(
         phases = Phases(folder, study, base, executor, progress)
         if study.budget == "seconds":
             phases.share_out_seconds()
-        failed = [*phases.controls(), *phases.judge()]
+        failed = phases.controls()
+        if study.tune:
+            failed += phases.judge(phases.tune())
+        if study.published:
+            failed += phases.judge()
         if options.cost:
             phases.costs(at_once)
         phases.gates()
@@ -109,31 +120,42 @@ class Phases:
     def controls(self) -> list[Job]:
         """The controls and the baseline first: whether a study can tell is known early."""
         controls = [variant for variant in self.study.variants if variant.control]
-        if not controls:
+        if not controls or not self.study.published:
             return []
         self.progress.phase("controls")
         seeds = range((self.study.looks or (self.study.seeds,))[0])
         chosen = [self.study.variants[0], *controls]
-        return self.executor.run([self._judged(v, seed) for seed in seeds for v in chosen], self.progress)
+        jobs = [self._judged(variant, seed) for seed in seeds for variant in chosen]
+        return self.executor.run(jobs, self.progress)
 
-    def judge(self, place: str = JUDGED) -> list[Job]:
+    def tune(self) -> Winners:
+        """The same trials for every variant; by label, the one that won."""
+        self.progress.phase("tuning")
+        tuned = Tuner(self.folder, self.study, self.base, self.executor, self.progress).tune()
+        for label, one in tuned.items():
+            settings = ", ".join(f"{key}={value}" for key, value in one.winner.settings.items())
+            self.progress.note(f"{label}: trial {one.winner.number} wins ({settings or 'as published'})")
+        return {label: one.winner for label, one in tuned.items()}
+
+    def judge(self, winners: Winners | None = None) -> list[Job]:
         """Train what is judged, look after look, until everything is decided."""
-        self.progress.phase("judging")
+        kind = PUBLISHED if winners is None else TUNED
+        self.progress.phase(f"judging {kind}" if self.study.tune else "judging")
         looks = self.study.looks or (self.study.seeds,)
         failed: list[Job] = []
         for number, seeds in enumerate(looks):
-            left = undecided(self.study, self.folder.jobs(self.study, self.base, seeds, place), number)
+            left = undecided(self.study, self.folder.jobs(self.study, self.base, seeds, winners), number)
             if not left:
                 self.progress.note(f"decided after {looks[number - 1]} seeds")
                 break
-            jobs = [self._judged(variant, seed, place) for seed in range(seeds) for variant in left]
+            jobs = [self._judged(variant, seed, winners) for seed in range(seeds) for variant in left]
             failed = self.executor.run(jobs, self.progress)
-            if self.study.looked.get(place, 0) <= number:
-                self._note(replace(self.study, looked={**self.study.looked, place: number + 1}))
+            if self.study.looked.get(kind, 0) <= number:
+                self._note(replace(self.study, looked={**self.study.looked, kind: number + 1}))
         return failed
 
-    def _judged(self, variant: Variant, seed: int, place: str = JUDGED) -> Job:
-        return self.folder.job(self.study, self.base, variant, seed, place)
+    def _judged(self, variant: Variant, seed: int, winners: Winners | None = None) -> Job:
+        return self.folder.judged(self.study, self.base, variant, seed, winners)
 
     def _note(self, study: Study) -> None:
         self.study = study
@@ -181,7 +203,7 @@ class Phases:
     def _first_runs(self) -> dict[str, Path]:
         """The first finished run of each variant, by label."""
         runs: dict[str, Path] = {}
-        for job in self.folder.jobs(self.study, self.base, self.study.seeds):
+        for job in main_jobs(self.folder, self.study, self.base):
             if job.finished:
                 runs.setdefault(job.variant.label, job.folder)
         return runs

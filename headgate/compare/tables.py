@@ -33,7 +33,27 @@ NAMED = 4
 """The headline names at most this many variants of a verdict, and counts the rest of a longer list."""
 
 
-def _cells(variant: Mapping[str, Any]) -> list[str]:
+def _columns(results: Mapping[str, Any]) -> list[str]:
+    """Their names say whether the variants were tuned, and what is shown of them as published beside that."""
+    kind = "tuned" if results["tuned"] else "untuned"
+    names = [f"{name}, {kind}" if name in ("loss", "verdict") else name for name in COLUMNS]
+    return [*names, "untuned", "tuned to"] if results["tuned"] else names
+
+
+def _cells(variant: Mapping[str, Any], results: Mapping[str, Any]) -> list[str]:
+    cells = _plain_cells(variant)
+    if not results["tuned"]:
+        return cells
+    published = variant["published"]
+    before = "" if published is None else verdict_of({**variant, **published})
+    if published is not None and published["difference"] is not None:
+        found = published["difference"]
+        before = f"{signed(found['mean'], found['high'], 4)} {before}".strip()
+    settings = (f"{key.rpartition('.')[2]}={value}" for key, value in variant["settings"].items())
+    return [*cells, before, ", ".join(settings) or "as published"]
+
+
+def _plain_cells(variant: Mapping[str, Any]) -> list[str]:
     difference = variant["difference"]
     return [
         variant["label"],
@@ -109,12 +129,24 @@ def headline(results: Mapping[str, Any]) -> str:
     if sight["can_tell"] is not False:
         return str(results["verdicts"])
     missed = [check["words"] for check in sight["checks"] if check["passed"] is False]
-    return f"This study cannot tell: {'; '.join(missed)}. {sight['advice']}"
+    study = "This study" if results["tuned"] else "This untuned study"
+    return f"{study} cannot tell: {'; '.join(missed)}. {sight['advice']}"
 
 
 def verdicts(results: Mapping[str, Any]) -> str:
+    """What was measured, tuned and as published."""
+    if not results["tuned"]:
+        return f"Untuned: {_verdicts(results['variants'])}."
+    words = f"Tuned alike: {_verdicts(results['variants'])}."
+    if results["variants"][0]["published"] is None:
+        return words
+    rows = [{**variant, **variant["published"]} for variant in results["variants"]]
+    return f"{words} As published, untuned: {_verdicts(rows)}."
+
+
+def _verdicts(variants: Sequence[Mapping[str, Any]]) -> str:
     """What was measured of the variants that are no controls."""
-    baseline, *others = results["variants"]
+    baseline, *others = variants
     groups: dict[str, list[str]] = {}
     seen: list[float] = []
     for variant in others:
@@ -141,8 +173,7 @@ def verdicts(results: Mapping[str, Any]) -> str:
     if "not tested" in groups:
         listed = _in_words(_few(groups["not tested"], shown=False, more=bool(parts)))
         parts.append(f"{listed} could not be tested: that takes two seeds of both")
-    verdict = "; ".join(parts) or "there is nothing to compare with the baseline"
-    return f"{verdict[0].upper()}{verdict[1:]}."
+    return "; ".join(parts) or "there is nothing to compare with the baseline"
 
 
 def _named(variant: Mapping[str, Any]) -> str:
@@ -174,6 +205,9 @@ def conditions(results: Mapping[str, Any]) -> str:
     parameters = results["variants"][0]["parameters"]
     size = "" if parameters is None else f", {parameters / 1e6:,.2f}M parameters"
     equal = "at equal tokens" if results["budget"] == "tokens" else "at equal seconds"
+    equal += (
+        ", untuned" if not results["tuned"] else f", {results['tuning']['trials']} trials of each variant"
+    )
     return (
         f"Recipe {Path(results['recipe']).name}{size}, context {train['context']:,}, "
         f"{results['tokens_per_run']:,} training tokens a run, {seeds}, {equal}"
@@ -193,10 +227,11 @@ def _seeds(results: Mapping[str, Any]) -> str:
 
 
 def markdown(results: Mapping[str, Any]) -> str:
+    columns = _columns(results)
     lines = [f"{results['headline']} {results['conditions']}.", ""]
-    lines += [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
+    lines += [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     lines += [
-        f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in _cells(v))} |"
+        f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in _cells(v, results))} |"
         for v in results["variants"]
     ]
     return "\n".join([*lines, "", LEGEND, ""])
@@ -228,11 +263,11 @@ def print_against(label: str, differences: Mapping[str, Difference]) -> None:
 
 def print_results(results: Mapping[str, Any]) -> None:
     console = table_console()
-    table = Table(*COLUMNS, box=None, pad_edge=False)
+    table = Table(*_columns(results), box=None, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
     for variant in results["variants"]:
-        table.add_row(*map(Text, _cells(variant)))
+        table.add_row(*map(Text, _cells(variant, results)))
     console.print(table)
     console.print(f"\n{results['headline']} {results['conditions']}.", markup=False, soft_wrap=True)
     for variant in results["variants"]:

@@ -37,6 +37,7 @@ class Forgetting(Mechanism):
     options: ForgettingOptions
     shelf = "second shelf"
     ablations = {"rope": {"positions": "rope"}, "spread-start": {"start": "spread"}}
+    tunable = {"start": ["paper", "spread"]}
 
     def __init__(self, heads: Heads, options: ForgettingOptions) -> None:
         super().__init__(heads, options)
