@@ -32,8 +32,7 @@ import torch
 
 import headgate
 from headgate import cli, config
-from headgate.compare.executors import local, run_process
-from headgate.compare.study import run_study
+from headgate.compare import run_process, study
 from headgate.config import Config, RunOptions, StudyOptions
 from headgate.data import prepare as preparing
 from headgate.data import shards, workers
@@ -82,10 +81,10 @@ def forked(act: Callable[[], Any]) -> int:
 
 
 class ForkedRun(subprocess.Popen):  # type: ignore[type-arg]
-    """A run of a study, forked instead of started: what `headgate.compare.executors.run_process` does."""
+    """A run of a study, forked instead of started: what `headgate.compare.run_process` does."""
 
     def __init__(self, command: list[str], **options: Any) -> None:
-        place = command.index("headgate.compare.executors.run_process")
+        place = command.index("headgate.compare.run_process")
         log = options["stdout"].fileno()
         self.pid, self.returncode = os.fork(), None
         if self.pid:
@@ -254,7 +253,7 @@ def main() -> None:
     given = parser.parse_args()
     draw = random.Random(given.seed)
     workers.CHUNK_CHARACTERS, preparing.COMMIT_SECONDS = 2000, 0.0
-    local.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": ForkedRun})  # type: ignore[attr-defined]
+    study.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": ForkedRun})  # type: ignore[attr-defined]
     with tempfile.TemporaryDirectory() as name:
         home = Path(name).resolve()
         asked = settings(given.steps)
@@ -282,7 +281,7 @@ def main() -> None:
             ),
             Target(
                 "compare",
-                lambda out: run_study(["local"], home / "data", out, ["train.steps=6"], options),
+                lambda out: study.run_study(["local"], home / "data", out, ["train.steps=6"], options),
                 saved_in_study,
                 study_result,
                 lambda out: any(out.glob("runs/*/seed-*/checkpoints/.*.tmp")),

@@ -7,6 +7,7 @@ tuning/trial-K/V/seed-N/    trials of the tuning, if there was one
 tuned/trial-K/V/seed-N/     the judged runs of each variant with the settings of trial K, which won
 ladder/M/V/seed-N/          runs at M times the budget, if there is a ladder
 logs/            what each run's process wrote
+queue/ leases/   what each run's process was asked to do, and who carries it out
 costs.json       speed, memory and decoding of each variant, measured apart from training
 gates.json       the gates of each variant on a passage of held-out text
 skipping.json    what skipping nearly closed gates saves and costs

@@ -4,15 +4,22 @@ A study is lists of jobs, phase after phase. What has been done stands in the ru
 name jobs that are finished, and a study that was stopped makes the same lists again.
 """
 
-from collections.abc import Sequence
+import math
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from headgate import files
+from headgate.compare.executors.executor import STOPPED, Executor, run_tasks
+from headgate.compare.executors.leases import read_holder
+from headgate.compare.executors.worker import Task, lease_folder
 from headgate.compare.progress import StudyProgress
 from headgate.compare.variants import Variant
 from headgate.train.checkpoint import saved_steps
-from headgate.train.folder import RunFolder
+from headgate.train.folder import RunFolder, last_step, read_metrics
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +53,17 @@ class Job:
             return True
         return self.end < self.steps and max(saved_steps(RunFolder(self.folder)), default=0) >= self.end
 
+    @property
+    def key(self) -> str:
+        """A file name of its own within the study."""
+        return self.log.stem
+
+    @property
+    def failed(self) -> bool:
+        """Whether its process has ended by itself, and not well."""
+        _, holder = read_holder(lease_folder(self.log.parents[1], self.key))
+        return holder is not None and holder.ended not in (None, 0, *STOPPED)
+
     def command(self, study_folder: Path, data: str) -> list[str]:
         """The words after `headgate` that train it."""
         words = ["train", str(study_folder / "config.json"), "--data", data, "--out", str(self.folder)]
@@ -53,13 +71,86 @@ class Job:
         return words if self.end == self.steps else [*words, "--until", str(self.end)]
 
 
-class Executor(Protocol):
-    """Carries jobs out, several at once. Everything it has to know stands in the study folder."""
+class RunsJobs(Protocol):
+    def run(self, jobs: Sequence[Job], progress: StudyProgress) -> list[Job]:
+        """Train those that are not finished; one that fails does not stop the others. Returns those that
+        failed."""
+        ...
+
+
+@dataclass(frozen=True)
+class JobRunner:
+    """Has an engine carry out the jobs of a study."""
+
+    study_folder: Path
+    data: str
+    threads: int
+    """Of each run."""
+    executor: Executor
 
     def run(self, jobs: Sequence[Job], progress: StudyProgress) -> list[Job]:
-        """Train those that are not finished, in this order; one that fails does not stop the others. Returns
-        those that failed."""
-        ...
+        waiting = {job.key: job for job in jobs if not job.finished}
+        settled = sum(job.end for job in jobs if job.finished)
+        begun = sum(min(last_step(job.folder), job.end) for job in waiting.values())
+        progress.begin_runs(
+            total=sum(job.end for job in jobs), done=settled + begun, runs=len(jobs), left=len(waiting)
+        )
+        for job in waiting.values():
+            for parent in reversed(list(job.folder.relative_to(self.study_folder).parents)[:-1]):
+                files.own_folder(self.study_folder / parent)
+
+        def ended(task: Task, finished: bool) -> None:
+            nonlocal settled
+            job = waiting[task.key]
+            settled += job.end
+            if finished:
+                progress.finished(job.name, last_loss(job))
+            else:
+                progress.failed(job.name, failure(job.log))
+
+        def looked(running: Sequence[Task]) -> None:
+            done = sum(min(last_step(task.folder), waiting[task.key].end) for task in running)
+            progress.update_runs(settled + done, [task.name for task in running])
+
+        tasks = [self._task(job) for job in waiting.values()]
+        with _interruptible():
+            failed = run_tasks(
+                self.executor,
+                self.study_folder,
+                tasks,
+                lambda task: waiting[task.key].finished,
+                ended,
+                looked,
+            )
+        return [waiting[task.key] for task in failed]
+
+    def _task(self, job: Job) -> Task:
+        words = tuple(job.command(self.study_folder, self.data))
+        return Task(job.key, job.name, words, str(job.folder), str(job.log), self.threads)
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGTERM acts like Ctrl-C."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    main = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    if main:
+        signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        if main:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def last_loss(job: Job) -> float:
+    """Of its last evaluation; not a number if there is none."""
+    evaluated = [line for line in read_metrics(job.folder) if "validation" in line]
+    loss = evaluated[-1]["validation"]["loss"] if evaluated else None
+    return math.nan if loss is None else float(loss)
 
 
 def failure(log: Path) -> str:

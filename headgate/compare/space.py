@@ -85,11 +85,6 @@ class Trial:
         shared = (f"{key}={value}" for key, value in self.settings.items() if not key.startswith(OWN))
         return variant, tuple(shared)
 
-    def for_variant(self, own: Sequence[str]) -> "Trial":
-        """Without the options of other mechanisms."""
-        kept = {k: v for k, v in self.settings.items() if not k.startswith(OWN) or k in own}
-        return replace(self, settings=kept)
-
 
 def parse_space(text: str, base: Config) -> tuple[Dimension, ...]:
     """What is written, or the default: learning rate, output multiplier and RoPE's base."""

@@ -15,7 +15,7 @@ from headgate.compare.claims import check_variants
 from headgate.compare.controls import with_controls
 from headgate.compare.executors.local import LocalExecutor
 from headgate.compare.folder import PUBLISHED, TUNED, Study, StudyFolder, Winners
-from headgate.compare.jobs import Executor, Job
+from headgate.compare.jobs import Job, JobRunner, RunsJobs
 from headgate.compare.judging import undecided
 from headgate.compare.progress import StudyProgress
 from headgate.compare.results import main_jobs, write_results
@@ -76,8 +76,9 @@ def run_study(
         if claims is not None:
             config.save(claims, folder.claims_path)
         at_once = options.jobs or max(1, cores() // study.threads)
-        executor = LocalExecutor(folder.path, study.data.folder, study.threads, at_once)
-        phases = Phases(folder, study, base, executor, progress)
+        executor = LocalExecutor(folder.path, at_once)
+        runner = JobRunner(folder.path, study.data.folder, study.threads, executor)
+        phases = Phases(folder, study, base, runner, progress)
         if study.budget == "seconds":
             phases.share_out_seconds()
         failed = phases.controls()
@@ -99,7 +100,7 @@ class Phases:
     folder: StudyFolder
     study: Study
     base: Config
-    executor: Executor
+    runner: RunsJobs
     progress: StudyProgress
 
     def share_out_seconds(self) -> None:
@@ -126,12 +127,12 @@ class Phases:
         seeds = range((self.study.looks or (self.study.seeds,))[0])
         chosen = [self.study.variants[0], *controls]
         jobs = [self._judged(variant, seed) for seed in seeds for variant in chosen]
-        return self.executor.run(jobs, self.progress)
+        return self.runner.run(jobs, self.progress)
 
     def tune(self) -> Winners:
         """The same trials for every variant; by label, the one that won."""
         self.progress.phase("tuning")
-        tuned = Tuner(self.folder, self.study, self.base, self.executor, self.progress).tune()
+        tuned = Tuner(self.folder, self.study, self.base, self.runner, self.progress).tune()
         for label, one in tuned.items():
             settings = ", ".join(f"{key}={value}" for key, value in one.winner.settings.items())
             self.progress.note(f"{label}: trial {one.winner.number} wins ({settings or 'as published'})")
@@ -149,7 +150,7 @@ class Phases:
                 self.progress.note(f"decided after {looks[number - 1]} seeds")
                 break
             jobs = [self._judged(variant, seed, winners) for seed in range(seeds) for variant in left]
-            failed = self.executor.run(jobs, self.progress)
+            failed = self.runner.run(jobs, self.progress)
             if self.study.looked.get(kind, 0) <= number:
                 self._note(replace(self.study, looked={**self.study.looked, kind: number + 1}))
         return failed

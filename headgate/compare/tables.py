@@ -205,9 +205,8 @@ def conditions(results: Mapping[str, Any]) -> str:
     parameters = results["variants"][0]["parameters"]
     size = "" if parameters is None else f", {parameters / 1e6:,.2f}M parameters"
     equal = "at equal tokens" if results["budget"] == "tokens" else "at equal seconds"
-    equal += (
-        ", untuned" if not results["tuned"] else f", {results['tuning']['trials']} trials of each variant"
-    )
+    tuning = results["tuning"]
+    equal += f", {tuning['trials']} trials of each variant" if results["tuned"] else ", untuned"
     return (
         f"Recipe {Path(results['recipe']).name}{size}, context {train['context']:,}, "
         f"{results['tokens_per_run']:,} training tokens a run, {seeds}, {equal}"

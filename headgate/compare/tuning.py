@@ -1,14 +1,14 @@
 """Equal tuning: each variant gets the same trials, on seeds that judge nothing.
 
 Successive halving: all trials run to a quarter of their steps, the better half goes on to one half, and the
-better half of those to the end, where the lowest loss wins. A trial has one schedule, that of the whole run, is
-stopped at a rung and resumed from there: nothing is trained twice. Early losses are those of a learning rate
-that is still high, which is to the disadvantage of large ones; so only half is left out each time, and never
-the last two.
+better half of those to the end, where the lowest loss wins. A trial has one schedule, that of the whole run;
+it is stopped at a rung and resumed from there, so nothing is trained twice. Early losses are those of a
+learning rate that is still high, which is to the disadvantage of large ones; so only half is left out each
+time, and never the last two.
 
-Where a winner stands at the edge of the space, and staying inside would have cost it more than `EDGE_GAIN`, the
-space is extended there, for all variants, at most `EXTENSIONS` times. All of it follows from the runs in the
-study folder, so a study that was stopped finds the same winners.
+Where a winner stands at the edge of the space, and staying inside would have cost it more than `EDGE_GAIN`,
+the space is extended there, for all variants, at most `EXTENSIONS` times. All of it follows from the runs in
+the study folder, so a study that was stopped finds the same winners.
 """
 
 import math
@@ -18,7 +18,7 @@ from statistics import fmean
 from typing import Any
 
 from headgate.compare.folder import Study, StudyFolder
-from headgate.compare.jobs import Executor, Job
+from headgate.compare.jobs import Job, RunsJobs
 from headgate.compare.progress import StudyProgress
 from headgate.compare.space import Dimension, Trial, draw_beyond, draw_trials, own_dimensions, parse_space
 from headgate.compare.variants import Variant
@@ -76,12 +76,12 @@ class Tuned:
 
 @dataclass
 class Tuner:
-    """Tunes the variants of a study; without an executor it only reads what there is."""
+    """Tunes the variants of a study; without a runner it only reads what there is."""
 
     folder: StudyFolder
     study: Study
     base: Config
-    executor: Executor | None
+    runner: RunsJobs | None
     progress: StudyProgress | None
     space: tuple[Dimension, ...] = field(init=False)
     complete: bool = field(init=False, default=True)
@@ -100,7 +100,7 @@ class Tuner:
             edges = sorted({edge for label in trials for edge in self.edges(tried[label])})
             if not edges or is_grid or not self.complete:
                 break
-            if self.progress is not None and self.executor is not None:
+            if self.progress is not None and self.runner is not None:
                 named = ", ".join(f"{setting} at its {side} edge" for setting, side in edges)
                 self.progress.note(f"an optimum lies at an edge ({named}): the space is extended for all")
             first = max(trial.number for mine in trials.values() for trial in mine) + 1
@@ -138,9 +138,9 @@ class Tuner:
                 for trial in mine[number : number + 1]
             }
             everything = [job for of_trial in jobs.values() for job in of_trial]
-            if self.executor is not None and self.progress is not None:
-                self.executor.run(everything, self.progress)
-            elif not all(job.finished or job.log.is_file() for job in everything):
+            if self.runner is not None and self.progress is not None:
+                self.runner.run(everything, self.progress)
+            elif not all(job.finished or job.failed for job in everything):
                 self.complete = False
             for key, of_trial in jobs.items():
                 losses[key].append(fmean(loss_at(job) for job in of_trial))

@@ -1,4 +1,4 @@
-"""Tuning: the same draws for all, halving that resumes, edges, and the same winner however it was interrupted."""
+"""Tuning: the same draws for all, halving that resumes, edges, the same winner however it was interrupted."""
 
 import json
 import math

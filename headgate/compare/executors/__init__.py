@@ -1,1 +1,1 @@
-"""Where the runs of a study are carried out."""
+"""Where a study's runs are carried out: on this machine, on Slurm or on Ray."""
