@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from headgate.compare.looks import nominal_levels
-from headgate.compare.statistics import ALPHA, Estimate, Losses, VariancePart, differences, power
+from headgate.compare.statistics import ALPHA, Estimate, Losses, VariancePart, compare_losses, power
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def false_verdicts(world: World, studies: int, *, looks: tuple[int, ...], varian
     draw, claimed = np.random.default_rng(1), 0
     for _ in range(studies):
         baseline, *others = world.losses(draw, [0.0] * variants, looks[-1])
-        found = differences(baseline, {str(n): one for n, one in enumerate(others)}, looks=looks)
+        found = compare_losses(baseline, {str(n): one for n, one in enumerate(others)}, looks=looks)
         claimed += any(row.verdict in ("better", "worse") for row in found.values())
     return claimed / studies
 
@@ -91,7 +91,7 @@ def coverage(
         baseline, one = world.losses(draw, [shift], seeds)
         if not with_documents:
             baseline, one = Losses(baseline.by_seed), Losses(one.by_seed)
-        found = differences(baseline, {"v": one})["v"]
+        found = compare_losses(baseline, {"v": one})["v"]
         assert found.low is not None
         assert found.high is not None
         held += found.low <= shift <= found.high
@@ -108,7 +108,7 @@ def shown(world: World, studies: int, *, looks: tuple[int, ...], variants: int =
     draw, found = np.random.default_rng(3), 0
     for _ in range(studies):
         baseline, *others = world.losses(draw, [shift] + [0.0] * (variants - 1), seeds)
-        row = differences(baseline, {str(n): one for n, one in enumerate(others)}, looks=looks)["0"]
+        row = compare_losses(baseline, {str(n): one for n, one in enumerate(others)}, looks=looks)["0"]
         found += row.verdict == "worse"
     return found / studies, power(shift / truth.error, truth.df(level), level)
 

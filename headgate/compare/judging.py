@@ -8,7 +8,7 @@ import numpy as np
 
 from headgate.compare.folder import Study
 from headgate.compare.jobs import Job
-from headgate.compare.statistics import ABLATIONS, CONTROLS, NAMED, Difference, Losses, differences
+from headgate.compare.statistics import ABLATIONS, CONTROLS, NAMED, Difference, Losses, compare_losses
 from headgate.compare.variants import Variant
 from headgate.files import read_json
 from headgate.train.evaluate import DocumentLosses, read_document_losses
@@ -48,10 +48,12 @@ def losses_by_label(jobs: Iterable[Job]) -> dict[str, Losses]:
     return {label: Losses(by_seed, documents[label], tokens) for label, by_seed in seeds.items()}
 
 
-def judge(study: Study, losses: Mapping[str, Losses], reached: int | None = None) -> dict[str, Difference]:
+def judge_variants(
+    study: Study, losses: Mapping[str, Losses], reached: int | None = None
+) -> dict[str, Difference]:
     """Every variant against the baseline, in its family, after so many of the planned looks."""
     baseline, *others = study.variants
-    return differences(
+    return compare_losses(
         losses[baseline.label],
         {variant.label: losses[variant.label] for variant in others},
         families={variant.label: family(variant) for variant in others},
@@ -71,6 +73,6 @@ def undecided(study: Study, jobs: Sequence[Job], reached: int) -> tuple[Variant,
     """The variants that more seeds could still tell something about, behind the baseline; empty if none."""
     if not reached:
         return study.variants
-    found = judge(study, losses_by_label(jobs), reached)
+    found = judge_variants(study, losses_by_label(jobs), reached)
     left = [variant for variant in study.variants[1:] if not found[variant.label].decided]
     return (study.variants[0], *left) if left else ()

@@ -22,8 +22,8 @@ from headgate.compare.claims import judge_papers
 from headgate.compare.controls import sight
 from headgate.compare.folder import PUBLISHED, TUNED, Study, StudyFolder
 from headgate.compare.jobs import Job, failure
-from headgate.compare.judging import family, judge, judged_loss, losses_by_label
-from headgate.compare.statistics import Losses, differences
+from headgate.compare.judging import family, judge_variants, judged_loss, losses_by_label
+from headgate.compare.statistics import Losses, compare_losses
 from headgate.compare.tables import claims_markdown, conditions, headline, markdown, verdicts
 from headgate.compare.tuning import Tuner, tuning_results
 from headgate.compare.variants import Variant
@@ -74,10 +74,10 @@ def study_results(out: str | os.PathLike[str]) -> dict[str, Any]:
     runs = {label: [_run(job, folder.path) for job in jobs if job.variant.label == label] for label in labels}
     seconds = {label: _seconds_per_token(label, runs[label], costs, base) for label in labels}
     losses = losses_by_label(jobs)
-    judged = judge(study, losses, study.looked.get(kind, 0))
+    judged = judge_variants(study, losses, study.looked.get(kind, 0))
     published = _published(folder, study, base) if winners is not None and study.published else {}
     at_equal_seconds = _at_equal_seconds(runs, seconds, labels)
-    by_seconds = judge(study, {label: Losses(found) for label, found in at_equal_seconds.items()})
+    by_seconds = judge_variants(study, {label: Losses(found) for label, found in at_equal_seconds.items()})
     baseline = labels[0]
     variants: list[dict[str, Any]] = []
     for variant in study.variants:
@@ -153,7 +153,7 @@ def main_jobs(folder: StudyFolder, study: Study, base: Config) -> list[Job]:
 def _published(folder: StudyFolder, study: Study, base: Config) -> dict[str, dict[str, Any]]:
     """By label, the verdict on the variants as published, beside that on the tuned ones."""
     losses = losses_by_label(folder.jobs(study, base, study.seeds))
-    judged = judge(study, losses, study.looked.get(PUBLISHED, 0))
+    judged = judge_variants(study, losses, study.looked.get(PUBLISHED, 0))
     return {
         label: {
             "loss": asdict(statistics.interval(list(of.by_seed.values()))),
@@ -169,7 +169,7 @@ def differences_to(label: str, results: Mapping[str, Any]) -> dict[str, statisti
     if label not in losses:
         raise HeadgateError(f"the study has no variant {label!r}; {suggestion(label, losses)}")
     reference = losses.pop(label)
-    return differences(reference, losses)
+    return compare_losses(reference, losses)
 
 
 def _run(job: Job, study_folder: Path) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from headgate.mechanisms.contract import MECHANISMS
 OWN = "mechanism."
 """Before the name of an option of the mechanism's own."""
 PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
-OUTER = 0.1
+OUTER = 0.15
 """The share of a range, on a logarithmic scale, that counts as its edge."""
 
 
@@ -161,10 +161,10 @@ def draw_beyond(
 ) -> list[Trial]:
     """More trials where the space is extended past these edges (setting, side), by turns."""
     points = itertools.islice(_points([*space, *own]), max(0, first - 1), None)
-    bases = itertools.islice(_halton(PRIMES[-1]), first, None)
     trials = []
-    for number, settings, share in zip(range(first, first + count), points, bases, strict=False):
-        setting, side = edges[number % len(edges)]
+    shares = [_halton(2) for _ in edges]
+    for number, settings in zip(range(first, first + count), points, strict=False):
+        (setting, side), share = edges[number % len(edges)], next(shares[number % len(edges)])
         (dimension,) = (d for d in space if d.setting == setting)
         changed = {**settings, setting: dimension.beyond(side).at(share)}
         trials.append(Trial(number, changed, round_))

@@ -242,7 +242,7 @@ def over_seeds_and_documents(sums: "NDArray[np.float64]", tokens: "NDArray[np.fl
     )
 
 
-def differences(
+def compare_losses(
     baseline: Losses,
     variants: Mapping[str, Losses],
     *,

@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from headgate.compare.statistics import ALPHA, Difference, Losses, differences, interval
+from headgate.compare.statistics import ALPHA, Difference, Losses, compare_losses, interval
 from headgate.compare.tables import loss_of, p_value, ratio, signed
 from headgate.files import write_text
 from headgate.report.publish import publish_study
@@ -103,7 +103,7 @@ def short() -> str:
 def against() -> str:
     """Every other mechanism against near-far."""
     all_losses = {label: losses(variant) for label, variant in variants("text").items()}
-    found = differences(all_losses.pop("near-far"), all_losses)
+    found = compare_losses(all_losses.pop("near-far"), all_losses)
     kept = [label for label, variant in variants("text").items() if variant["ablation"] is None]
     rows = [[name(label), *difference(found[label])] for label in kept if label in found]
     return markdown(["", "difference to near-far", "p"], rows)
@@ -117,7 +117,7 @@ def ablations() -> str:
     tested = {}
     for label, whole in parts.items():
         pair = losses(found[whole]), {label: losses(found[label])}
-        one = differences(*pair, alpha=ALPHA / len(parts))[label]
+        one = compare_losses(*pair, alpha=ALPHA / len(parts))[label]
         tested[label] = replace(one, p_corrected=None if one.p is None else min(1.0, one.p * len(parts)))
     rows = []
     for whole in (*PAPERS, "near-far"):
@@ -141,7 +141,7 @@ def test() -> str:
     """The text that nothing was chosen by."""
     stored = json.loads((RESULTS / "text" / "test.json").read_text(encoding="utf-8"))["losses"]
     by_label = {label: {int(seed): loss for seed, loss in seeds.items()} for label, seeds in stored.items()}
-    found = differences(
+    found = compare_losses(
         Losses(by_label["full"]),
         {label: Losses(seeds) for label, seeds in by_label.items() if label != "full"},
     )
@@ -156,7 +156,7 @@ def late() -> str:
     """After four times the tokens, against full attention and against near-far."""
     found, before = variants("late"), variants("text")
     to_ours = {label: losses(variant) for label, variant in found.items()}
-    ours = differences(to_ours.pop("near-far"), to_ours)
+    ours = compare_losses(to_ours.pop("near-far"), to_ours)
     rows = []
     for label, variant in found.items():
         known = before[label]["loss"]["mean"]

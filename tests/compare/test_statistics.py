@@ -14,8 +14,8 @@ from headgate.compare.statistics import (
     Interval,
     Losses,
     VariancePart,
+    compare_losses,
     detectable_shift,
-    differences,
     interval,
     over_seeds,
     over_seeds_and_documents,
@@ -33,7 +33,7 @@ def paired(
     baseline: dict[int, float], variants: dict[str, dict[int, float]], **how: Any
 ) -> dict[str, Difference]:
     """Over the seeds alone."""
-    return differences(Losses(baseline), {name: Losses(of) for name, of in variants.items()}, **how)
+    return compare_losses(Losses(baseline), {name: Losses(of) for name, of in variants.items()}, **how)
 
 
 def test_power_is_that_of_the_noncentral_t() -> None:
@@ -188,10 +188,10 @@ def test_a_document_counts_by_its_tokens() -> None:
     def losses(sums: dict[int, np.ndarray]) -> Losses:
         return Losses({seed: float(of.sum() / 1010) for seed, of in sums.items()}, sums, tokens)
 
-    found = differences(losses(theirs), {"v": losses(ours)})["v"]
+    found = compare_losses(losses(theirs), {"v": losses(ours)})["v"]
     assert found.documents == 2
     assert found.mean == pytest.approx((-10 - 100 + 1) / 1010)
-    without = differences(Losses(losses(theirs).by_seed), {"v": losses(ours)})["v"]
+    without = compare_losses(Losses(losses(theirs).by_seed), {"v": losses(ours)})["v"]
     assert (without.documents, without.mean) == (None, pytest.approx(found.mean))
     assert without.error is not None
     assert found.error is not None
