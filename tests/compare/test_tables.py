@@ -21,8 +21,8 @@ def test_few_variants_are_all_named() -> None:
     words = verdicts(study("better", "no difference shown", "worse", "no difference shown", "not tested"))
     assert words == (
         "Untuned: v0 (+5.0% loss) is better than full; v2 (+5.0% loss) is worse than full; v1 and v3 are "
-        "not shown to differ from full (differences of 0.021 nats or more would have been seen); v4 could not "
-        "be tested: that takes two seeds of both."
+        "not shown to differ from full (differences of 0.021 nats or more would have been seen); v4 could "
+        "not be tested: that takes two seeds of both."
     )
 
 
