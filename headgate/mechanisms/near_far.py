@@ -51,6 +51,7 @@ class NearFar(Mechanism):
         "near-only": {"stretch": 1},
     }
     renamed_options = {"start": "opening"}
+    tunable = {"opening": (0.02, 0.8)}
 
     def __init__(self, heads: Heads, options: NearFarOptions) -> None:
         super().__init__(heads, options)
