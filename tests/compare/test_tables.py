@@ -20,17 +20,17 @@ def study(*verdicts: str, relative: float | None = 0.05) -> dict[str, Any]:
 def test_few_variants_are_all_named() -> None:
     words = verdicts(study("better", "no difference shown", "worse", "no difference shown", "not tested"))
     assert words == (
-        "Untuned: v0 (+5.0% loss) is better than full; v2 (+5.0% loss) is worse than full; v1 and v3 are not shown to "
-        "differ from full (differences of 0.021 nats or more would have been seen); v4 could not "
-        "be tested: that takes two seeds of both."
+        "Untuned: v0 (+5.0% loss) is better than full; v2 (+5.0% loss) is worse than full; v1 and v3 are "
+        "not shown to differ from full (differences of 0.021 nats or more would have been seen); v4 could "
+        "not be tested: that takes two seeds of both."
     )
 
 
 def test_of_many_the_first_are_named_and_the_rest_counted() -> None:
     words = verdicts(study(*["worse"] * 9, *["no difference shown"] * 19))
     assert words == (
-        "Untuned: v0 (+5.0% loss), v1 (+5.0% loss), v2 (+5.0% loss) and 6 others are worse than full; 19 others are "
-        "not shown to differ from full (differences of 0.021 nats or more would have been seen)."
+        "Untuned: v0 (+5.0% loss), v1 (+5.0% loss), v2 (+5.0% loss) and 6 others are worse than full; 19 "
+        "others are not shown to differ from full (differences of 0.021 nats or more would have been seen)."
     )
     assert verdicts(study(*["no difference shown"] * 28)).startswith(
         "Untuned: 28 variants are not shown to differ"
