@@ -66,12 +66,21 @@ class StudyStatus:
 
 
 def study_status(folder: str | os.PathLike[str]) -> StudyStatus:
-    study = StudyFolder(folder)
-    study.read()  # or one sentence about what the folder is not
-    queue = study.path / "queue"
-    keys = sorted(path.stem for path in queue.glob("*.json") if path.name != "slurm.json")
-    now = _clock(study.path)
-    return StudyStatus(str(folder), tuple(_run(study.path, key, now) for key in keys))
+    runs = []
+    for home in homes(folder):
+        now = _clock(home)
+        keys = sorted(path.stem for path in home.glob("queue/*.json") if path.name != "slurm.json")
+        runs += [_run(home, key, now) for key in keys]
+    return StudyStatus(str(folder), tuple(runs))
+
+
+def homes(folder: str | os.PathLike[str]) -> list[Path]:
+    """The folders that have a queue: a study's own, or one for each task of a suite."""
+    path = files.named(folder, "the study folder")
+    if (path / "plan.json").is_file():
+        return sorted(child for child in path.iterdir() if child.is_dir())
+    StudyFolder(path).read()  # or one sentence about what the folder is not
+    return [path]
 
 
 def _run(study: Path, key: str, now: float) -> RunStatus:
@@ -115,19 +124,18 @@ def _seconds_left(task: Task, step: int) -> float | None:
 
 def cancel_study(folder: str | os.PathLike[str], ray_address: str) -> list[str]:
     """Stop a study's runs wherever they are, and whoever waits for them; what was stopped."""
-    study = StudyFolder(folder)
-    study.read()
     running = [run for run in study_status(folder).runs if run.state in ("running", "queued")]
-    files.own_folder(study.path / "queue")
-    files.write_text(cancel_mark(study.path), "")
-    if (study.path / "queue" / "slurm.json").is_file():
-        from headgate.compare.executors import slurm
+    for home in homes(folder):
+        files.own_folder(home / "queue")
+        files.write_text(cancel_mark(home), "")
+        if (home / "queue" / "slurm.json").is_file():
+            from headgate.compare.executors import slurm
 
-        slurm.cancel(study.path)
-    if any(run.engine == "ray" for run in running):
-        from headgate.compare.executors import ray
+            slurm.cancel(home)
+        if any(run.engine == "ray" for run in running):
+            from headgate.compare.executors import ray
 
-        ray.cancel(study.path, ray_address)
+            ray.cancel(home, ray_address)
     return [run.name for run in running]
 
 
