@@ -42,9 +42,11 @@ def run_study(
     out: str | os.PathLike[str],
     overrides: Sequence[str],
     options: StudyOptions,
+    *,
+    runner: RunsJobs | None = None,
 ) -> bool:
     """Run the study that the arguments describe, or what is left of it, and write its results; whether every
-    run finished."""
+    run finished. `runner` trains in place of processes of this machine."""
     base = config.override(named_config(options.recipe), overrides)
     splits = [open_split(data, name) for name in ("train", "val")]
     variants = parse_variants(names, base.model)
@@ -76,8 +78,9 @@ def run_study(
         if claims is not None:
             config.save(claims, folder.claims_path)
         at_once = options.jobs or max(1, cores() // study.threads)
-        executor = LocalExecutor(folder.path, at_once)
-        runner = JobRunner(folder.path, study.data.folder, study.threads, executor)
+        if runner is None:
+            executor = LocalExecutor(folder.path, at_once)
+            runner = JobRunner(folder.path, study.data.folder, study.threads, executor)
         phases = Phases(folder, study, base, runner, progress)
         if study.budget == "seconds":
             phases.share_out_seconds()
