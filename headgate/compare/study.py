@@ -17,8 +17,9 @@ from headgate.compare.executors.local import LocalExecutor
 from headgate.compare.folder import PUBLISHED, TUNED, Study, StudyFolder, Winners
 from headgate.compare.jobs import Job, JobRunner, RunsJobs
 from headgate.compare.judging import undecided
+from headgate.compare.price import parse_ladder
 from headgate.compare.progress import StudyProgress
-from headgate.compare.results import main_jobs, write_results
+from headgate.compare.results import main_jobs, main_winners, write_results
 from headgate.compare.space import draw_trials, parse_space
 from headgate.compare.tuning import Tuner
 from headgate.compare.variants import Variant, parse_variants
@@ -60,6 +61,8 @@ def run_study(
         tune=options.tune,
         space=options.space,
         published=options.published,
+        ladder=parse_ladder(options.ladder),
+        ladder_variants=options.ladder_variants,
         budget=options.budget,
         threads=options.threads,
         cost=CostPlan(config.parse_lengths(options.lengths), options.cost_seconds),
@@ -89,6 +92,7 @@ def run_study(
             failed += phases.judge(phases.tune())
         if study.published:
             failed += phases.judge()
+        failed += phases.ladder()
         if options.cost:
             phases.costs(at_once)
         phases.gates()
@@ -157,6 +161,15 @@ class Phases:
             if self.study.looked.get(kind, 0) <= number:
                 self._note(replace(self.study, looked={**self.study.looked, kind: number + 1}))
         return failed
+
+    def ladder(self) -> list[Job]:
+        """Other budgets, at the settings that are judged."""
+        if not self.study.ladder:
+            return []
+        self.progress.phase("ladder")
+        winners = main_winners(self.folder, self.study, self.base)
+        rungs = self.folder.ladder(self.study, self.base, winners)
+        return self.runner.run([job for jobs in rungs.values() for job in jobs], self.progress)
 
     def _judged(self, variant: Variant, seed: int, winners: Winners | None = None) -> Job:
         return self.folder.judged(self.study, self.base, variant, seed, winners)
