@@ -38,7 +38,7 @@ from headgate.report.reading import read_results
 from headgate.train.loop import train
 
 MECHANISMS = Path(__file__).with_name("instrument_mechanisms.py")
-NAMES = (f"{MECHANISMS}:louder", f"{MECHANISMS}:blinded", "full@full again")
+NAMES = ("full", "full@full again", f"{MECHANISMS}:louder", f"{MECHANISMS}:blinded")
 SPACE = "train.attention_output_rate=0.01..4"
 
 

@@ -410,6 +410,8 @@ class StudyOptions:
     """Measure speed, memory and decoding, apart from training."""
     cost_seconds: float = 1.0
     """About how long a variant's speed is measured at a length, within 5 to 20 rounds."""
+    dry_run: bool = False
+    """Print the runs, tokens and hours to expect, and start nothing."""
     claims: str | None = None
     """A JSON file of what a paper claims, to show beside what is measured; docs/comparing.md has the form."""
 

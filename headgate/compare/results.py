@@ -74,6 +74,8 @@ def study_results(out: str | os.PathLike[str]) -> dict[str, Any]:
     jobs = folder.jobs(study, base, study.seeds, winners)
     labels = [variant.label for variant in study.variants]
     runs = {label: [_run(job, folder.path) for job in jobs if job.variant.label == label] for label in labels}
+    if study.looks:  # seeds that a decided variant was not trained with are not missing
+        runs = {label: [run for run in mine if run["state"] != "not run"] for label, mine in runs.items()}
     seconds = {label: _seconds_per_token(label, runs[label], costs, base) for label in labels}
     losses = losses_by_label(jobs)
     judged = judge_variants(study, losses, study.looked.get(kind, 0))

@@ -15,6 +15,7 @@ from headgate.compare.claims import check_variants
 from headgate.compare.controls import with_controls
 from headgate.compare.executors.local import LocalExecutor
 from headgate.compare.folder import PUBLISHED, TUNED, Study, StudyFolder, Winners
+from headgate.compare.forecast import forecast, past_speeds, print_forecast
 from headgate.compare.jobs import Job, JobRunner, RunsJobs
 from headgate.compare.judging import undecided
 from headgate.compare.price import parse_ladder
@@ -76,11 +77,14 @@ def run_study(
         check_variants(claims, base.model)
     folder = StudyFolder(out)
     folder.refuse_strangers()
+    at_once = options.jobs or max(1, cores() // asked.threads)
+    if options.dry_run:
+        _forecast(folder, asked, base, at_once)
+        return True
     with files.locked(folder.path, "compared"), StudyProgress() as progress:
         study = folder.take(asked, base)
         if claims is not None:
             config.save(claims, folder.claims_path)
-        at_once = options.jobs or max(1, cores() // study.threads)
         if runner is None:
             executor = LocalExecutor(folder.path, at_once)
             runner = JobRunner(folder.path, study.data.folder, study.threads, executor)
@@ -98,6 +102,17 @@ def run_study(
         phases.gates()
         write_results(out)
     return not failed
+
+
+def _forecast(folder: StudyFolder, study: Study, base: Config, at_once: int) -> None:
+    """Print what the study will take, by the speed of its own past runs or of a few steps taken now."""
+    seconds, source = past_speeds(folder, study, base), "this study's finished runs"
+    if any(variant.label not in seconds for variant in study.variants):
+        configs = {variant.label: variant.config(base) for variant in study.variants}
+        tokens = base.train.tokens / base.train.steps / base.train.accumulation
+        measured = step_seconds(configs, study.threads)
+        seconds, source = {label: spent / tokens for label, spent in measured.items()}, "steps taken just now"
+    print_forecast(study, forecast(study, base, seconds), at_once, source)
 
 
 @dataclass
