@@ -33,12 +33,11 @@ from headgate.model.cache import Cache, LayerCache
 from headgate.model.generate import Completion, Prompts, Sampling, Stop, Stream, generate
 from headgate.model.tensors import KEY as DIGEST
 from headgate.model.tensors import read_metadata, read_tensors, write_tensors
+from headgate.ops.loss import linear_cross_entropy, rows_at_once
 from headgate.ops.norm import rms_norm
 from headgate.ops.rotary import rotation
 from headgate.recipes import get_recipe
 
-LOSS_CHUNK_ELEMENTS = 1 << 25
-"""Logits held at once while the loss is computed: 128 MB in fp32."""
 FEW_TOKENS = 128
 """Below this many tokens a layer's q, k and v are three products; from there on they are one."""
 Held = Sequence[tuple[slice | Tensor, LayerCache]]
@@ -181,7 +180,7 @@ class Decoder(nn.Module):
         """
         x = self.hidden(tokens, cache=cache)
         if predict:
-            parts = x.flatten(0, 1).split(self._chunk)
+            parts = x.flatten(0, 1).split(rows_at_once(self.config.vocab_size, x.device))
             likeliest = [F.linear(part, self.head_weight).argmax(-1) for part in parts]
             return torch.cat(likeliest).unflatten(0, tokens.shape)
         if targets is None:
@@ -191,27 +190,14 @@ class Decoder(nn.Module):
             raise HeadgateError(f"targets have shape {given}; expected the tokens' shape {expected}")
         return self.loss(x, targets, reduction=reduction)
 
-    @property
-    def _chunk(self) -> int:
-        """Tokens whose logits are held at once."""
-        return max(64, min(1024, LOSS_CHUNK_ELEMENTS // self.config.vocab_size))
-
     def loss(self, x: Tensor, targets: Tensor, *, reduction: Literal["mean", "sum", "none"]) -> Tensor:
         """The cross-entropy of final states (B,T,C), as `forward` gives it."""
-        options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=min(self._chunk, targets.numel()))
-        loss = F.linear_cross_entropy(
-            x.flatten(0, 1),
-            self.head_weight,
-            targets.flatten(),
-            ignore_index=-100,
-            reduction=reduction,
-            options=options,
-        )
+        loss = linear_cross_entropy(x.flatten(0, 1), self.head_weight, targets.flatten(), reduction=reduction)
         return loss.unflatten(0, targets.shape) if reduction == "none" else loss
 
     def loss_rows(self, tokens: int) -> int:
         """How many of the tokens have their logits at once while the loss is computed."""
-        return min(tokens, max(64, min(1024, LOSS_CHUNK_ELEMENTS // self.config.vocab_size)))
+        return min(tokens, rows_at_once(self.config.vocab_size, self.head_weight.device))
 
     def hidden(self, tokens: Tensor, *, cache: Cache | None = None) -> Tensor:
         """The final states (B,T,C), after the last norm."""
