@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import AuxRequest, varlen_attn
-
 from headgate.ops.gpu import HALF, before_ampere
 from headgate.ops.span.options import Span
 
@@ -56,6 +54,8 @@ def span_attention(q: Tensor, k: Tensor, v: Tensor, span: Span, **options: Any) 
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, window: int) -> tuple[Tensor, Tensor]:
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn  # it imports the compiler
+
     (batch, heads, queries, _), keys = q.shape, k.shape[2]
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
     q_ends, k_ends = (
