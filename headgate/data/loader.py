@@ -45,6 +45,7 @@ class Windows:
         self.split = split
         self.length = length
         self.has_loss = any(shard.has_loss for shard in split.shards)
+        self.answer_groups = split.task.groups if split.task is not None else ()
         self.has_documents = all(shard.has_index for shard in split.shards)
         self._starts = list(itertools.accumulate((shard.tokens for shard in split.shards), initial=0))
         # Memory maps hold a file open each, and a folder from a cluster may have thousands of shards.
@@ -80,6 +81,15 @@ class Windows:
             for shard, first, last, place in self._pieces(self._start(int(window)), self.length):
                 ids[row, place : place + last - first] = self._numbers(shard, first, last)
         return torch.from_numpy(ids)
+
+    def marks(self, windows: Sequence[int] | np.ndarray) -> np.ndarray:
+        """The bytes of the loss mask at the targets of these windows (B, T); 1 where a shard has no mask."""
+        marks = np.ones((len(windows), self.length), dtype=np.int64)
+        for row, window in enumerate(windows):
+            for shard, first, last, place in self._pieces(self._start(int(window)) + 1, self.length):
+                if self.split.shards[shard].has_loss:
+                    marks[row, place : place + last - first] = self._loss(shard)[first:last]
+        return marks
 
     def target_documents(self, windows: Sequence[int] | np.ndarray) -> "Tensor":
         """For each target of these windows, the number in the split of the document it stands in: (B,T)."""

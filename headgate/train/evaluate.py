@@ -1,6 +1,5 @@
 """Evaluation: the loss over fixed tokens, where in the context it falls, and what the gates do meanwhile."""
 
-import itertools
 import math
 import os
 from collections.abc import Iterator
@@ -14,8 +13,8 @@ import torch
 from torch import Tensor
 
 from headgate.config import Config
+from headgate.data.answers import AnswerGroup, distances, position_bins
 from headgate.data.loader import IGNORED, Windows
-from headgate.data.recall import distances
 from headgate.data.shards import check_range, open_split, read_manifest, sha256
 from headgate.errors import HeadgateError
 from headgate.files import finite, kind
@@ -67,11 +66,22 @@ class DistanceAnswers:
 
 
 @dataclass(frozen=True)
+class PairsAnswers:
+    """The answers in samples with so many pairs of key and value."""
+
+    pairs: int
+    tokens: int
+    loss: float
+    accuracy: float
+
+
+@dataclass(frozen=True)
 class Answers:
-    """Of data whose loss mask picks out answers, such as recall's: how many were the likeliest token."""
+    """Of data whose loss mask picks out answers, such as a task's: how many were the likeliest token."""
 
     accuracy: float
     by_distance: tuple[DistanceAnswers, ...]
+    by_pairs: tuple[PairsAnswers, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -132,7 +142,8 @@ def evaluate(
     documents = _DocumentSums(windows, world) if by_document and windows.has_documents else None
     losses = torch.zeros(windows.length, dtype=torch.float64)
     counted = torch.zeros(windows.length, dtype=torch.float64)
-    answers = torch.zeros(3, windows.length, dtype=torch.float64)  # tokens, loss, right; by distance
+    groups = _answer_groups(windows)
+    answers = torch.zeros(3, len(groups), dtype=torch.float64)  # tokens, loss, right; by group
     gates: dict[str, Tensor] = {}
     passes = [(first, count) for first in range(0, count, share * world.size)]
     if documents is not None:
@@ -158,7 +169,8 @@ def evaluate(
                     continue
                 if windows.has_loss:
                     right = decoder(x, predict=True) == targets
-                    answers += _by_distance(x, targets, loss, right, windows.length)
+                    marks = windows.marks(mine) if windows.answer_groups else None
+                    answers += _by_group(x, targets, loss, right, marks, len(groups))
             losses += loss.double().sum(0).cpu()
             counted += (targets != IGNORED).sum(0).cpu()
     losses, counted = (world.sum_tensor(t.to(world.device)).cpu() for t in (losses, counted))
@@ -183,7 +195,7 @@ def evaluate(
             if counted[first:end].any()
         ),
         gates=statistics,
-        answers=_answers(answers) if windows.has_loss else None,
+        answers=_answers(answers, groups) if windows.has_loss else None,
         documents=None if documents is None else documents.total(),
     )
 
@@ -239,29 +251,47 @@ def read_document_losses(run: str | os.PathLike[str]) -> DocumentLosses | None:
     return DocumentLosses(*(found[name].numpy() for name in expected))
 
 
-def _by_distance(x: Tensor, targets: Tensor, loss: Tensor, right: Tensor, length: int) -> Tensor:
+def _answer_groups(windows: Windows) -> tuple[AnswerGroup, ...]:
+    """Those of a task, or one for each bin of distances."""
+    return windows.answer_groups or tuple(AnswerGroup(place) for place in position_bins(windows.length))
+
+
+def _by_group(
+    x: Tensor, targets: Tensor, loss: Tensor, right: Tensor, marks: np.ndarray | None, groups: int
+) -> Tensor:
+    """Sums over the answers of each group; without marks the distances are searched for."""
     asked = (targets != IGNORED).cpu()
-    tokens, answers = x.cpu().numpy(), targets.cpu().numpy()
-    place = torch.from_numpy(distances(tokens, answers, asked.numpy()))[asked]
+    if marks is not None:
+        group = torch.from_numpy(marks)[asked] - 1
+    else:
+        far = torch.from_numpy(distances(x.cpu().numpy(), targets.cpu().numpy(), asked.numpy()))[asked]
+        firsts = torch.tensor([first for first, _ in position_bins(x.shape[1])])
+        group = torch.bucketize(far, firsts, right=True) - 1
     values = torch.stack([asked.double(), loss.double().cpu(), right.double().cpu()])[:, asked]
-    return torch.zeros(3, length, dtype=torch.float64).index_add_(1, place, values)
+    return torch.zeros(3, groups, dtype=torch.float64).index_add_(1, group, values)
 
 
-def _answers(sums: Tensor) -> Answers:
-    tokens, loss, right = sums
-    bins = []
-    for first, end in position_bins(sums.shape[1]):
-        count = int(tokens[first:end].sum())
-        if count and first:  # at distance 0 are those whose key was not seen before
-            means = (values[first:end].sum().item() / count for values in (loss, right))
-            bins.append(DistanceAnswers(first, end, count, *means))
-    return Answers(right.sum().item() / max(1.0, tokens.sum().item()), tuple(bins))
+def _answers(sums: Tensor, groups: tuple[AnswerGroup, ...]) -> Answers:
+    def judged(**kind: object) -> tuple[int, float, float]:
+        """Tokens, mean loss and accuracy of the answers of one kind."""
+        ((name, value),) = kind.items()
+        of_kind = sums[:, [n for n, group in enumerate(groups) if getattr(group, name) == value]].sum(1)
+        tokens, loss, right = of_kind.tolist()
+        return int(tokens), loss / max(1.0, tokens), right / max(1.0, tokens)
 
-
-def position_bins(length: int) -> list[tuple[int, int]]:
-    """Bins of positions that double in width: 0, 1, 2-3, 4-7, and so on to the end of the context."""
-    edges = [0, *(1 << n for n in range(length.bit_length()) if 1 << n < length), length]
-    return list(itertools.pairwise(edges))
+    # At distance 0 are those whose key was not seen before.
+    places = sorted({group.distance for group in groups if group.distance is not None and group.distance[0]})
+    counts = sorted({group.pairs for group in groups if group.pairs is not None})
+    total, _, right = sums.sum(1).tolist()
+    return Answers(
+        right / max(1.0, total),
+        tuple(
+            DistanceAnswers(first, end, *found)
+            for first, end in places
+            if (found := judged(distance=(first, end)))[0]
+        ),
+        tuple(PairsAnswers(count, *found) for count in counts if (found := judged(pairs=count))[0]),
+    )
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:
