@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
 from headgate.ops.gpu import HALF, before_ampere
 from headgate.ops.span.options import Span
 
