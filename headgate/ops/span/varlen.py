@@ -31,6 +31,8 @@ def refuse(
         return f"head width {q.shape[3]} is no multiple of 8 up to {WIDEST}"
     if any(bias is not None for bias in biases.values()):
         return "it has no biases"
+    if span.first_keys is not None:
+        return "it does not keep documents apart"
     if span.pinned > span.start:
         return "it has no pinned keys"
     if not output_only and torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
