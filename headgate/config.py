@@ -381,7 +381,7 @@ class SuiteOptions:
     tasks: str = ""
     """Tasks, separated by spaces, with options unlike the suite's: 'mqar markov:order=2'. Default: all."""
     rates: str = "0.003,0.01,0.03"
-    """Learning rates that every variant is tried at."""
+    """Learning rates that every variant is tried at; a single one needs no tuning."""
     tuning_seeds: int = 1
     """Runs at each learning rate."""
     seeds: int = 2
