@@ -132,6 +132,9 @@ class Trainer:
         self.decoder.recompute = options.recompute
         if options.compile:
             for layer in self.decoder.layers:
+                mechanism = layer.attention.mechanism
+                # Documents one at a time have ever other lengths, and each would be compiled anew.
+                mechanism._run_by_document = torch.compiler.disable(mechanism._run_by_document)
                 layer.compile()
         self.model = world.wrap(self.decoder, shard=options.shard)
         self.optimizer = make_optimizer(self.decoder, asked.train)
