@@ -239,6 +239,14 @@ class TrainConfig:
     """Optimiser steps."""
     learning_rate: float
     """Peak learning rate."""
+    documents: Literal["stream", "mask"] = "stream"
+    """mask: no token attends to another document than its own. stream: it sees whatever stands before it."""
+    document_positions: Literal["document", "stream"] = "document"
+    """Of masked documents: whether positions begin anew with each, or go on through the sequence."""
+    boundaries: Literal["ignore", "count"] = "ignore"
+    """Of masked documents: whether the first token of the next one is a target of a document's last."""
+    packing: Literal["stream", "whole"] = "stream"
+    """Sequences are cut from the stream of documents, or filled with whole ones (masked) and padded."""
     accumulation: int = 1
     """Forward passes whose gradients make one step."""
     optimizer: Literal["adamw", "muon"] = "adamw"
@@ -289,6 +297,12 @@ class TrainConfig:
         )
         require_at_least(self, 1, "document_tokens")
         require_at_least(self, 0, "warmup_steps", "weight_decay", "final_learning_rate")
+        if self.packing == "whole" and (self.documents, self.boundaries) != ("mask", "ignore"):
+            raise HeadgateError(
+                f"packing='whole' with documents={self.documents!r} and boundaries={self.boundaries!r}: "
+                "documents are laid together in an order of their own, in which none follows from another; "
+                "set train.documents=mask and train.boundaries=ignore"
+            )
         for name in ("learning_rate", "eps", "clip"):
             if not 0 < getattr(self, name) < math.inf:
                 raise HeadgateError(f"{name}={getattr(self, name)} must be above 0, and finite")
@@ -377,6 +391,11 @@ class StudyOptions:
     rate, attention_output_rate and rope_theta around the recipe's, and what a mechanism declares."""
     published: bool = True
     """With --tune: also judge all variants as published."""
+    ladder: str = ""
+    """Multiples of the budget to train the baseline at as well, as in 0.25,1,4, so that a difference has a
+    price in compute."""
+    ladder_variants: bool = False
+    """Train the other variants at those budgets too, to see the trend of their differences."""
     controls: bool = True
     """Train two controls as well, no attention and a short window, to see what the study can tell."""
     budget: Literal["tokens", "seconds"] = "tokens"
@@ -391,6 +410,8 @@ class StudyOptions:
     """Measure speed, memory and decoding, apart from training."""
     cost_seconds: float = 1.0
     """About how long a variant's speed is measured at a length, within 5 to 20 rounds."""
+    dry_run: bool = False
+    """Print the runs, tokens and hours to expect, and start nothing."""
     claims: str | None = None
     """A JSON file of what a paper claims, to show beside what is measured; docs/comparing.md has the form."""
 
@@ -399,6 +420,8 @@ class StudyOptions:
         require_at_least(self, 0, "tune")
         if self.tune == 1:
             raise HeadgateError("tune=1 is a single trial, the recipe as it stands; give 2 or more, or 0")
+        if self.ladder_variants and not self.ladder:
+            raise HeadgateError("--ladder-variants needs a ladder of budgets; give --ladder 0.25,1,4 as well")
         if not self.tune and (self.space or not self.published):
             raise HeadgateError("--space and --no-published are for tuning; give --tune N as well")
         parse_seeds(self.seeds)
@@ -414,7 +437,7 @@ class SuiteOptions:
     tasks: str = ""
     """Tasks, separated by spaces, with options unlike the suite's: 'mqar markov:order=2'. Default: all."""
     rates: str = "0.003,0.01,0.03"
-    """Learning rates that every variant is tried at."""
+    """Learning rates that every variant is tried at; a single one needs no tuning."""
     tuning_seeds: int = 1
     """Runs at each learning rate."""
     seeds: int = 2

@@ -27,7 +27,9 @@ def compare(
     """
     from headgate.compare.study import run_study
 
-    _show_study(out, complete=run_study(names, data, out, override, options, engine))
+    complete = run_study(names, data, out, override, options, engine)
+    if not options.dry_run:
+        _show_study(out, complete=complete)
 
 
 def ablate(
@@ -51,7 +53,9 @@ def ablate(
     from headgate.compare.study import run_study
     from headgate.compare.variants import with_ablations
 
-    _show_study(out, complete=run_study(with_ablations(name), data, out, override, options, engine))
+    complete = run_study(with_ablations(name), data, out, override, options, engine)
+    if not options.dry_run:
+        _show_study(out, complete=complete)
 
 
 def status(folder: str, /, *, json: bool = False, watch: float | None = None) -> None:

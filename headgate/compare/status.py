@@ -131,11 +131,11 @@ def cancel_study(folder: str | os.PathLike[str], ray_address: str) -> list[str]:
         if (home / "queue" / "slurm.json").is_file():
             from headgate.compare.executors import slurm
 
-            slurm.cancel(home)
+            slurm.cancel_slurm_jobs(home)
         if any(run.engine == "ray" for run in running):
             from headgate.compare.executors import ray
 
-            ray.cancel(home, ray_address)
+            ray.cancel_ray_actors(home, ray_address)
     return [run.name for run in running]
 
 

@@ -12,9 +12,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any, Literal
 
@@ -26,6 +28,8 @@ from headgate.config import Config, TrainConfig
 from headgate.errors import HeadgateError
 from headgate.machine import Peak, keep_memory
 from headgate.measure.speed import interleaved, ratios
+from headgate.mechanisms import Mechanism
+from headgate.mechanisms.contract import Heads
 from headgate.model.decoder import Decoder
 from headgate.train.evaluate import autocast
 from headgate.train.optim import clip_gradients, gradient_norm, make_optimizer
@@ -150,11 +154,12 @@ def decoding_step(decoder: Decoder, length: int) -> tuple[Callable[[], None], in
     """A function that decodes DECODED tokens after a context of `length`; and what that context keeps."""
     where = next(decoder.parameters()).device
     tokens = random_tokens(decoder, (1, length))
-    cache = decoder.new_cache()
+    cache, token = decoder.new_cache(), tokens[:, -1:]
     with torch.inference_mode():
-        for part in tokens.split(PREFILL, dim=1):
-            decoder.hidden(part, cache=cache)
-    token = tokens[:, -1:]
+        with _without_attention(decoder):
+            for part in tokens[:, :-1].split(PREFILL, dim=1):
+                decoder.hidden(part, cache=cache)
+        decoder.hidden(token, cache=cache)
     held = cache.held_bytes
 
     def step() -> None:
@@ -164,6 +169,24 @@ def decoding_step(decoder: Decoder, length: int) -> tuple[Callable[[], None], in
         _wait(where)
 
     return step, held
+
+
+def _nothing(heads: Heads, x: Tensor, q: Tensor, *others: Any) -> Tensor:
+    return q.new_zeros(q.shape[0], heads.n_heads, q.shape[2], heads.head_dim)
+
+
+@contextmanager
+def _without_attention(decoder: Decoder) -> Iterator[None]:
+    """Inside, keys are made and kept, and nobody attends to them: what a decoded token costs does not depend
+    on what they are, and attention among all tokens of a long context takes minutes."""
+    mechanisms: list[Any] = [module for module in decoder.modules() if isinstance(module, Mechanism)]
+    for mechanism in mechanisms:
+        mechanism.attend = partial(_nothing, mechanism.heads)
+    try:
+        yield
+    finally:
+        for mechanism in mechanisms:
+            del mechanism.attend
 
 
 def random_tokens(decoder: Decoder, shape: tuple[int, int]) -> Tensor:

@@ -12,8 +12,9 @@ Shapes: q (B,H,Tq,D); k, v (B,G,Tk,D). Here all positions count from the first k
 """
 
 import importlib.util
-from collections.abc import Callable
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.utils.weak import WeakIdKeyDictionary
 
 from headgate.ops.merge import merged
 from headgate.ops.span.options import Span
@@ -46,7 +48,16 @@ def refuse(q: Tensor, *tensors: Any, **options: Any) -> str | None:
         return f"it takes float32, bfloat16 and float16, not {q.dtype}".replace("torch.", "")
     if q.shape[-1] < LEAST_WIDTH:
         return f"head width {q.shape[-1]} is below {LEAST_WIDTH}"
+    if _is_forced_eager():
+        return "torch.compile is switched off, and without it FlexAttention computes all pairs"
     return None
+
+
+def _is_forced_eager() -> bool:
+    if torch.compiler.is_compiling():
+        return False
+    compiler = sys.modules.get("torch._dynamo.eval_frame")  # before it is imported nobody has set it
+    return compiler is not None and compiler._stance.stance == "force_eager"
 
 
 @dataclass(frozen=True)
@@ -61,8 +72,9 @@ class SeenPairs:
     dense_prefix: int = 0
     pinned: int = 0
 
-    def pairs(self, device: torch.device) -> Mask:
-        """Bounds stand in tensors: as numbers they would compile anew with every length."""
+    def pairs(self, device: torch.device, first_keys: Tensor | None = None) -> Mask:
+        """Bounds stand in tensors: as numbers they would compile anew with every length. The dense prefix and
+        the pinned keys count from `first_keys` (B,Tq), where the queries' documents begin."""
         offset, nearest, farthest, prefix, first = (
             torch.full((), value, dtype=torch.int32, device=device)
             for value in (
@@ -80,7 +92,28 @@ class SeenPairs:
             inside = (distance <= farthest) | (i < prefix) | (key < first)
             return (distance >= nearest) & inside
 
-        return seen
+        if first_keys is None:
+            return seen
+        begin = first_keys.to(torch.int32)
+
+        def seen_in_document(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            i, document = query + offset, begin[b, query]
+            distance = i - key
+            inside = (distance <= farthest) | (i - document < prefix) | (key - document < first)
+            return (distance >= nearest) & (key >= document) & inside
+
+        return seen_in_document
+
+    def blocks_of_documents(self, first_keys: Tensor) -> tuple[Tensor, Tensor]:
+        """The same as `blocks`, for each row: (B,query blocks,key blocks), from the documents (B,Tq) of each
+        block's first and last query, between which they rise."""
+        some, every = replace(self, dense_prefix=0, pinned=0).blocks(first_keys.device)
+        if self.dense_prefix or self.pinned:  # then any key of the document may be seen
+            some = SeenPairs(self.queries, self.keys, self.nearest, self.keys).blocks(first_keys.device)[0]
+        low_i, high_i = _bounds(self.queries, first_keys.device)
+        low_j, high_j = _bounds(self.keys, first_keys.device)
+        earliest, latest = first_keys[:, low_i, None], first_keys[:, high_i, None]
+        return some & (high_j >= earliest), every & (low_j >= latest)
 
     def blocks(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Of every block of pairs, (query blocks, key blocks): whether any is seen, and whether all are.
@@ -100,11 +133,13 @@ class SeenPairs:
         too_far = (high_i >= prefix) & (high_j >= first) & (high_i - low_j.clamp(min=first) > self.farthest)
         return some, whole & (low_i - high_j >= self.nearest) & ~too_far
 
-    def mask(self, device: torch.device) -> BlockMask:
-        some, every = self.blocks(device)
-        return _block_mask(
-            (some & ~every)[None, None], every[None, None], self.pairs(device), self.queries, self.keys
-        )
+    def mask(self, device: torch.device, first_keys: Tensor | None = None) -> BlockMask:
+        if first_keys is None:
+            some, every = (t[None] for t in self.blocks(device))
+        else:
+            some, every = self.blocks_of_documents(first_keys)
+        pairs = self.pairs(device, first_keys)
+        return _block_mask((some & ~every)[:, None], every[:, None], pairs, self.queries, self.keys)
 
 
 def span_attention(
@@ -120,6 +155,8 @@ def span_attention(
         # What is appended lies behind every query that counts.
         more, queries = -k.shape[2] % BLOCK, q.shape[2]
         q, k, v = (F.pad(t, (0, 0, 0, more)) for t in (q, k, v))
+        if span.first_keys is not None:
+            span = span._replace(first_keys=F.pad(span.first_keys, (0, more), value=k.shape[2] - more))
         if ring_log_weight is not None:
             ring_log_weight = F.pad(ring_log_weight, (0, more))
         out, lse = span_attention(
@@ -131,11 +168,11 @@ def span_attention(
     prefix, pinned = max(0, span.dense_prefix - span.start), max(0, span.pinned - span.start)
     farthest = keys if span.window is None else min(span.window, keys)
     seen = SeenPairs(queries, keys, 0, farthest, prefix, pinned)
-    near, near_lse = _attend(q, k, v, _mask_of(q, seen), bias)
+    near, near_lse = _attend(q, k, v, _mask_of(q, seen, span.first_keys), bias)
     if ring_log_weight is None:
         return near, near_lse
     seen = SeenPairs(queries, keys, farthest + 1, min(span.ring, keys))
-    far, far_lse = _attend(q, k, v, _mask_of(q, seen), bias)
+    far, far_lse = _attend(q, k, v, _mask_of(q, seen, span.first_keys), bias)
     far_lse = far_lse + ring_log_weight.to(far_lse.dtype)
     return merged(near, near_lse, far, far_lse), torch.logaddexp(near_lse, far_lse)
 
@@ -147,15 +184,16 @@ def block_selected_attention(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, bl
 
 def selected_mask(q: Tensor, k: Tensor, chosen: Tensor, block: int) -> BlockMask:
     """Built from the choices alone: each marks the blocks of the mask that its keys lie in."""
-    (batch, heads, queries, slots), keys = chosen.shape, k.shape[2]
+    (batch, heads, queries, _), keys = chosen.shape, k.shape[2]
     chosen = chosen.to(torch.int32)
+    slots = chosen.unbind(-1)
     offset = torch.full((), keys - queries, dtype=torch.int32, device=q.device)
 
     def seen(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         i, of_key = query + offset, key // block
         result = (of_key == i // block) & (key <= i)
-        for slot in range(slots):
-            result = result | (chosen[b, h, query, slot] == of_key)
+        for slot in slots:
+            result = result | (slot[b, h, query] == of_key)
         return result
 
     rows, columns = -(-queries // BLOCK), -(-keys // BLOCK)
@@ -203,8 +241,16 @@ def _attend(
         block_mask=mask,
         enable_gqa=q.shape[1] != k.shape[1],
         return_aux=AuxRequest(lse=True),
+        kernel_options=_kernel_options(q, k),
     )
     return out, extra.lse if bias is None else extra.lse + bias.own
+
+
+def _kernel_options(q: Tensor, k: Tensor) -> dict[str, Any] | None:
+    """FlexAttention's kernel for few queries holds all those of a key head in one tile, and has none of more
+    than a block of the mask; PyTorch 2.13 takes it nevertheless, and then has nothing to compile."""
+    rows = (1 << (q.shape[2] - 1).bit_length()) * (q.shape[1] // k.shape[1])
+    return {"FORCE_USE_FLEX_ATTENTION": True} if q.shape[2] < BLOCK < rows else None
 
 
 @lru_cache(maxsize=1)
@@ -213,10 +259,20 @@ def _compiled() -> Any:
     return torch.compile(flex_attention, fullgraph=True, recompile_limit=128)  # type: ignore[call-overload]
 
 
-def _mask_of(q: Tensor, seen: SeenPairs) -> BlockMask:
+def _mask_of(q: Tensor, seen: SeenPairs, first_keys: Tensor | None = None) -> BlockMask:
     if torch.compiler.is_compiling() or isinstance(q, FakeTensor):
-        return seen.mask(q.device)
-    return _kept_mask(seen, q.device)
+        return seen.mask(q.device, first_keys)
+    if first_keys is None:
+        return _kept_mask(seen, q.device)
+    of_batch = _masks_of_batches.setdefault(first_keys, {})  # every layer of a step asks for the same
+    if seen not in of_batch:
+        with torch.inference_mode(False), torch.no_grad():
+            of_batch[seen] = seen.mask(q.device, first_keys)
+    return of_batch[seen]
+
+
+_masks_of_batches: MutableMapping[Tensor, dict[SeenPairs, BlockMask]] = WeakIdKeyDictionary()
+"""Of the documents of batches that are still in use."""
 
 
 @lru_cache(maxsize=64)

@@ -81,7 +81,7 @@ def connect(address: str) -> Any:
     return ray
 
 
-def cancel(study: Path, address: str) -> list[str]:
+def cancel_ray_actors(study: Path, address: str) -> list[str]:
     """End the study's actors, whose runs save first; their names."""
     ray = connect(address)
     names = _actors(ray, study.resolve())

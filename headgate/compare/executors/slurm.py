@@ -117,7 +117,7 @@ def queued_jobs() -> set[str]:
     return set(done.stdout.split())
 
 
-def cancel(study: Path) -> list[str]:
+def cancel_slurm_jobs(study: Path) -> list[str]:
     """Cancel the study's jobs; their names."""
     queued = queued_jobs()
     ours = [job for job in _read_jobs(study).values() if job in queued]
