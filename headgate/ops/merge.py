@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from headgate.ops.dispatch import is_transformed
 
 
 def merged(
@@ -25,7 +26,7 @@ def mixed(first: Tensor, second: Tensor, gate: Tensor) -> Tensor:
     Nothing is kept for the backward pass but the three, of which attention keeps two anyway.
     """
     gate = gate.to(first.dtype)  # under autocast it may be in half precision
-    if not torch.is_grad_enabled():
+    if is_transformed() or not torch.is_grad_enabled():
         return torch.lerp(second, first, gate)
     result: Tensor = _Mixed.apply(first, second, gate)
     return result
@@ -38,7 +39,6 @@ class _Mixed(torch.autograd.Function):
         return torch.lerp(second, first, gate)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         first, second, gate = ctx.saved_tensors
         d_first = d_out * gate

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headgate.ops.dispatch import is_transformed
+
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -17,9 +19,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x (...,C), weight (C); in the dtype of x, the sum of squares in fp32 at least."""
     if x.is_cuda:
         return F.rms_norm(x, weight.shape, weight, eps)  # one fused kernel there
-    if not torch.compiler.is_compiling() and (
-        not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
-    ):
+    if is_transformed() or not torch.is_grad_enabled():
         return _formula(x, weight, eps)
     result: Tensor = _RMSNorm.apply(x, weight, eps)
     return result
