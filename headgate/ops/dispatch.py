@@ -97,8 +97,8 @@ class Op:
 
 
 def is_transformed() -> bool:
-    """Whether a transform of torch.func (grad, vmap, jvp ...) or a forward derivative is under way: what has a
-    backward pass of its own then takes its formula."""
+    """Whether a transform of torch.func (grad, vmap, jvp ...) or a forward derivative is under way: what has
+    a backward pass of its own then takes its formula."""
     if torch.compiler.is_compiling():
         return False
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
