@@ -360,6 +360,37 @@ class StudyOptions:
         parse_lengths(self.lengths)
 
 
+@dataclass(frozen=True)
+class SuiteOptions:
+    """How the suite compares mechanisms."""
+
+    tasks: str = ""
+    """Tasks, separated by spaces, with options unlike the suite's: 'mqar markov:order=2'. Default: all."""
+    rates: str = "0.003,0.01,0.03"
+    """Learning rates that every variant is tried at."""
+    tuning_seeds: int = 1
+    """Runs at each learning rate."""
+    seeds: int = 2
+    """Fresh runs at the best one, which are judged."""
+    quick: bool = False
+    """A few tasks, two learning rates: two mechanisms in under ten minutes on two cores."""
+    jobs: int | None = None
+    """Runs at once; as many as there are cores when absent."""
+
+    def __post_init__(self) -> None:
+        require_at_least(self, 1, "tuning_seeds", "seeds", "jobs")
+
+    @property
+    def learning_rates(self) -> tuple[float, ...]:
+        try:
+            rates = tuple(float(word) for word in self.rates.split(","))
+        except ValueError:
+            rates = ()
+        if not rates or not all(0 < rate < math.inf for rate in rates) or len(set(rates)) < len(rates):
+            raise HeadgateError(f"rates={self.rates!r} are not different numbers above 0; write 0.003,0.01")
+        return rates[:2] if self.quick and self.rates == SuiteOptions.rates else rates
+
+
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], where: str = "") -> list[str]:
     """What differs between two plain configs, each as `path=before and not now`."""
     found = []

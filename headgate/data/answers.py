@@ -45,15 +45,18 @@ class TaskRecord:
     """Of a model that knows the task but not the sample."""
     optimum: Level
     """Of the best model there can be, over the validation split."""
+    test_optimum: Level
+    """The same over the test split."""
     groups: tuple[AnswerGroup, ...] = ()
     """Group n has the mark n + 1 in the loss mask."""
 
-    def score(self, loss: float | None, accuracy: float | None) -> float | None:
-        """The share of the way from chance to the optimum; below 0 if worse than chance."""
+    def score(self, loss: float | None, accuracy: float | None, split: str = "val") -> float | None:
+        """The share of the way from chance to the optimum of a split; below 0 if worse than chance."""
         value = loss if self.judged_by == "loss" else accuracy
         if value is None:
             return None
-        chance, optimum = getattr(self.chance, self.judged_by), getattr(self.optimum, self.judged_by)
+        best = self.test_optimum if split == "test" else self.optimum
+        chance, optimum = getattr(self.chance, self.judged_by), getattr(best, self.judged_by)
         return float((value - chance) / (optimum - chance))
 
 

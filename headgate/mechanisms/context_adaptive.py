@@ -148,7 +148,7 @@ class ContextAdaptive(Mechanism):
             return ops.top_k_attention(q, k, v, scale=o.top_k)
         if self.observed:
             self.observe("recall", ops.selection_recall(q, k, block=o.block, scale=o.top_k))
-        means = None if past is None else past.block_means(k, o.block)
+        means = None if past is None else past.block_means(o.block, k)
         chosen = ops.choose_blocks(q, k, block=o.block, scale=o.top_k, means=means)
         return ops.block_selected_attention(q, k, v, block=o.block, chosen=chosen)
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from headgate import config
-from headgate.data.tasks.contract import DrawnTask, Samples, register_task
+from headgate.data.tasks.contract import DrawnTask, Samples, SuiteSize, register_task
 from headgate.data.tasks.draws import Draws
 
 
@@ -21,6 +21,7 @@ class Compress(DrawnTask):
     """
 
     small: ClassVar[Mapping[str, Any]] = {"tokens": 8}
+    suite: ClassVar[SuiteSize] = SuiteSize(steps=200, batch_size=32, quick=True)
 
     tokens: int = 31
     """To keep; a sample is twice as long, with the marks."""

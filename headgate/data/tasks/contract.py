@@ -7,7 +7,7 @@ the explanation. Nothing else lists names.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -42,6 +42,18 @@ class Samples:
 
 
 @dataclass(frozen=True)
+class SuiteSize:
+    """How `headgate suite` trains on a task: enough for full attention to solve it."""
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of the task."""
+    steps: int = 400
+    batch_size: int = 16
+    quick: bool = False
+    """Whether it is part of the suite's short form."""
+
+
+@dataclass(frozen=True)
 class SyntheticTask:
     """The base of all tasks."""
 
@@ -50,6 +62,7 @@ class SyntheticTask:
     """Named sets of options, written as a bare word: mqar:zoology."""
     small: ClassVar[Mapping[str, Any]] = {}
     """Options of a sample short enough to read."""
+    suite: ClassVar[SuiteSize] = SuiteSize()
     judged_by: ClassVar[Literal["accuracy", "loss"]] = "accuracy"
 
     @property
@@ -96,8 +109,9 @@ class SyntheticTask:
         """What the best model can reach on these samples: its losses and its right answers, summed up."""
         return 0.0, float(np.count_nonzero(samples.answers))
 
-    def record(self, optimum: Level) -> TaskRecord:
-        return TaskRecord(self.name, self.context, self.judged_by, self.chance, optimum, self.groups)
+    def record(self, val: Level, test: Level) -> TaskRecord:
+        """What the manifest says, given the optimum on both splits."""
+        return TaskRecord(self.name, self.context, self.judged_by, self.chance, val, test, self.groups)
 
     def check_size(self) -> None:
         for name in ("context", "vocab_size"):

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from headgate import config
-from headgate.data.tasks.contract import DrawnTask, Samples, register_task
+from headgate.data.tasks.contract import DrawnTask, Samples, SuiteSize, register_task
 from headgate.data.tasks.draws import Draws
 from headgate.errors import HeadgateError
 
@@ -23,6 +23,9 @@ class Copy(DrawnTask):
     """
 
     small: ClassVar[Mapping[str, Any]] = {"length": 20, "tokens": 4}
+    suite: ClassVar[SuiteSize] = SuiteSize(
+        {"length": 64, "tokens": 8, "alphabet": 16}, steps=500, batch_size=32
+    )
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "mad": {"length": 256, "tokens": 16, "alphabet": 14, "repeats": True}
     }

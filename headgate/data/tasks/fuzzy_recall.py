@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from headgate import config
-from headgate.data.tasks.contract import DrawnTask, Samples, register_task
+from headgate.data.tasks.contract import DrawnTask, Samples, SuiteSize, register_task
 from headgate.data.tasks.draws import Draws
 from headgate.data.tasks.noisy_recall import slots_since
 from headgate.errors import HeadgateError
@@ -24,6 +24,7 @@ class FuzzyRecall(DrawnTask):
     """
 
     small: ClassVar[Mapping[str, Any]] = {"length": 24, "pairs": 3}
+    suite: ClassVar[SuiteSize] = SuiteSize(steps=400)
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "mad": {"key_size": 3, "value_size": 3, "keys": 7, "values": 7}
     }

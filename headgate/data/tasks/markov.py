@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from headgate import config
-from headgate.data.tasks.contract import DrawnTask, Samples, register_task
+from headgate.data.tasks.contract import DrawnTask, Samples, SuiteSize, register_task
 from headgate.data.tasks.draws import Draws
 from headgate.errors import HeadgateError
 
@@ -23,6 +23,7 @@ class Markov(DrawnTask):
     """
 
     small: ClassVar[Mapping[str, Any]] = {"states": 3, "length": 20}
+    suite: ClassVar[SuiteSize] = SuiteSize({"states": 4}, steps=300, quick=True)
     judged_by: ClassVar[Literal["accuracy", "loss"]] = "loss"
 
     order: int = 1

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from headgate import config
-from headgate.data.tasks.contract import DrawnTask, Samples, register_task
+from headgate.data.tasks.contract import DrawnTask, Samples, SuiteSize, register_task
 from headgate.data.tasks.draws import Draws
 from headgate.errors import HeadgateError
 
@@ -25,6 +25,7 @@ class Memorise(DrawnTask):
     """
 
     small: ClassVar[Mapping[str, Any]] = {"length": 12}
+    suite: ClassVar[SuiteSize] = SuiteSize(steps=150, batch_size=32)
 
     length: int = 32
     """Tokens of a sample, an even number."""

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from headgate.data.tasks.contract import DrawnTask, Samples, register_task
+from headgate.data.tasks.contract import DrawnTask, Samples, SuiteSize, register_task
 from headgate.data.tasks.draws import Draws
 from headgate.errors import HeadgateError
 
@@ -23,6 +23,9 @@ class Mqar(DrawnTask):
     """
 
     small: ClassVar[Mapping[str, Any]] = {"length": 20, "pairs": 3, "keys": 8, "values": 8}
+    suite: ClassVar[SuiteSize] = SuiteSize(
+        {"pairs": [2, 4, 8, 16, 32], "keys": 32, "values": 32, "filler": 16}, steps=500, quick=True
+    )
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "zoology": {
             "length": (64, 128, 256, 256, 256),

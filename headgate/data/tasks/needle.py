@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from headgate import config
-from headgate.data.tasks.contract import DrawnTask, Samples, register_task
+from headgate.data.tasks.contract import DrawnTask, Samples, SuiteSize, register_task
 from headgate.data.tasks.draws import Draws
 from headgate.errors import HeadgateError
 
@@ -28,6 +28,7 @@ class Needle(DrawnTask):
     """
 
     small: ClassVar[Mapping[str, Any]] = {"length": 24, "needles": 2}
+    suite: ClassVar[SuiteSize] = SuiteSize(steps=500)
 
     length: int = 256
     """Tokens of a sample."""

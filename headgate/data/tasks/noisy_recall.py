@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from headgate import config
-from headgate.data.tasks.contract import DrawnTask, Samples, register_task
+from headgate.data.tasks.contract import DrawnTask, Samples, SuiteSize, register_task
 from headgate.data.tasks.draws import Draws
 from headgate.errors import HeadgateError
 
@@ -22,6 +22,7 @@ class NoisyRecall(DrawnTask):
     """
 
     small: ClassVar[Mapping[str, Any]] = {"length": 20, "keys": 3}
+    suite: ClassVar[SuiteSize] = SuiteSize(steps=250)
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"clean": {"share": 0.0}}
 
     length: int = 128

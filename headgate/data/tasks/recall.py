@@ -25,7 +25,7 @@ import numpy as np
 from headgate import config
 from headgate.data.shards import SPLITS
 from headgate.data.splits import Shares
-from headgate.data.tasks.contract import Samples, SyntheticTask, register_task
+from headgate.data.tasks.contract import Samples, SuiteSize, SyntheticTask, register_task
 from headgate.errors import HeadgateError
 
 AT_ONCE = 512
@@ -41,6 +41,9 @@ class Recall(SyntheticTask):
     """
 
     small: ClassVar[Mapping[str, Any]] = {"context": 20, "pairs": 3, "queries": 2}
+    suite: ClassVar[SuiteSize] = SuiteSize(
+        {"context": 128, "pairs": 8, "queries": 8, "keys": 16, "values": 16, "noise": 16}, steps=400
+    )
 
     context: int = 1024
     """Tokens of a sequence; train with the same context."""

@@ -66,21 +66,18 @@ def _write(task: SyntheticTask, request: dict[str, object], shares: Shares, fold
     files.write_text(folder / "tokenizer.json", tokenizer.definition)
     files.write_text(folder / "sources.jsonl", "")
     writers = {name: ShardWriter(folder, SplitState(name), tokenizer.dtype) for name in SPLITS}
-    loss, right, answers = 0.0, 0.0, 0
+    best = {split: np.zeros(3) for split in SPLITS}  # loss, right, answers
     for split, samples in task.parts(shares):
         marks = task.marks(samples)
         lengths = np.full(len(samples.tokens), task.context)
         writers[split].append(samples.tokens.ravel(), lengths, text_bytes=0, counted=marks.ravel())
-        if split == "val":
-            best = task.optimum(samples)
-            loss, right, answers = loss + best[0], right + best[1], answers + int(np.count_nonzero(marks))
+        if split != "train":
+            best[split] += np.array([*task.optimum(samples), np.count_nonzero(marks)])
     records = []
     for writer in writers.values():
         writer.flush()
         writer.close()
         records.append(shards.publish(folder, writer.state, tokenizer.dtype))
-    count = max(1, answers)
-    optimum = Level(round(loss / count, 6), round(right / count, 6)) if answers else Level(0.0, 1.0)
     manifest = Manifest(
         format=shards.FORMAT,
         headgate=__version__,
@@ -94,9 +91,15 @@ def _write(task: SyntheticTask, request: dict[str, object], shares: Shares, fold
         ),
         repeats_dropped=0,
         splits=tuple(records),
-        task=task.record(optimum),
+        task=task.record(_level(best["val"]), _level(best["test"])),
     )
     config.save(manifest, folder / "manifest.json", seal=True)
+
+
+def _level(sums: np.ndarray) -> Level:
+    """Rounded, because logarithms may differ in the last digit from machine to machine."""
+    loss, right, answers = map(float, sums)
+    return Level(round(loss / answers, 6), round(right / answers, 6)) if answers else Level(0.0, 1.0)
 
 
 def tokenizer_definition(task: SyntheticTask) -> str:
