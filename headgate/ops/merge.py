@@ -49,6 +49,8 @@ class _Mixed(torch.autograd.Function):
 
 def weighted_sum(parts: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
     """The sum of parts (B,H,T,D), each times its weights (B,H,T,1)."""
+    if is_transformed():
+        return torch.stack([part * weight for part, weight in zip(parts, weights, strict=True)]).sum(0)
     result: Tensor = _WeightedSum.apply(*parts, *weights)
     return result
 
@@ -64,7 +66,6 @@ class _WeightedSum(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, ...]:
         given = ctx.saved_tensors
         parts, weights = given[: len(given) // 2], given[len(given) // 2 :]
