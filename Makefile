@@ -21,7 +21,7 @@ demo: $(READY)
 	$(BIN)/headgate prepare stdlib $(DEMO)/data
 	$(BIN)/headgate compare --recipe tiny --data $(DEMO)/data --out $(DEMO)/study --seeds 3 --lengths 512 \
 		--cost-seconds 0.3 train.steps=32 train.batch_size=4 train.warmup_steps=4 train.evaluate_every=4 \
-		train.evaluate_tokens=2048
+		train.evaluate_tokens=2048 train.document_tokens=16384
 
 include studies/first/study.mk
 

@@ -209,7 +209,7 @@ def attention(
     if hasattr(module, "headgate_call"):
         call = module.headgate_call
         del module.headgate_call
-        run = _Mechanism(module, *call)
+        run: _Mechanism | _Plain = _Mechanism(module, *call)
     else:
         run = _Plain(None if sliding_window is None else sliding_window - 1)
     by_begin: dict[int, list[int]] = {}

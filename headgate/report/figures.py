@@ -177,8 +177,8 @@ def difference_figure(results: Mapping[str, Any], painter: Painter) -> PageFigur
     title = f"loss minus that of {results['baseline']}; left of 0 is better"
     views = {"": painter.intervals(rows, "difference", title, order, rule=0.0)} if rows else {}
     caption = (
-        "Mean over the seeds with its 95% interval. The interval is each variant's own; the verdict is "
-        "corrected for the number of variants, so an interval beside 0 may still be no difference shown."
+        "Mean over the seeds with its interval, corrected like the verdict: it lies beside 0 exactly where a "
+        "difference is shown."
     )
     return PageFigure("differences", "How far from the baseline", caption, views)
 

@@ -20,7 +20,14 @@ from headgate.report.figures import COLOURS, CROWD, DARK_COLOURS, figures, look
 from headgate.report.reading import read_results
 from headgate.version import __version__
 
-SYMBOLS = {"better": "▼", "worse": "▲", "no difference shown": "≈", "not tested": "?", "baseline": "·"}
+SYMBOLS = {
+    "better": "▼",
+    "worse": "▲",
+    "no difference shown": "≈",
+    "same by construction": "=",
+    "not tested": "?",
+    "baseline": "·",
+}
 METRICS = {"loss": "loss", "speed": "speed", "memory": "memory", "convergence": "tokens to converge"}
 
 
