@@ -89,6 +89,7 @@ def plan(
     mechanisms: tuple[str, ...] = (),
     contexts: str = "",
     threads: int | None = None,
+    data: str | None = None,
     json: bool = False,
     override: tuple[str, ...] = (),
 ) -> None:
@@ -107,6 +108,8 @@ def plan(
         mechanisms: The mechanisms of the table. Default: full attention and the four papers'.
         contexts: The context lengths of the table, as in 2048,8192. Default: 1, 4 and 16 times the recipe's.
         threads: CPU threads. Default: PyTorch's choice.
+        data: A folder written by `headgate prepare`: where documents are masked, attention's work is then
+            that of its documents. Default: as if each sequence were one document.
         json: Print JSON instead of tables.
         override: Change a setting of the recipe, as in train.steps=100; can also be given as a bare word.
     """
@@ -125,5 +128,6 @@ def plan(
         mechanisms=mechanisms,
         contexts=parse_lengths(contexts, "contexts"),
         threads=threads,
+        data=data,
         as_json=json,
     )
