@@ -52,7 +52,7 @@ def use(
     `headgate convert --mechanism` has them. `layers` names some of the layers; the others stay. Without a
     mechanism, it is the one that the model was saved with, with its weights.
     """
-    restore(model)
+    take_out(model)
     config, attention = model.config.get_text_config(), _attention_modules(model)
     chosen, again = layers, mechanism is None
     ours = ModelConfig(
@@ -92,7 +92,7 @@ def use(
     return model
 
 
-def restore(model: PreTrainedModel) -> PreTrainedModel:
+def take_out(model: PreTrainedModel) -> PreTrainedModel:
     """Take out again what `use` put into a model."""
     config = model.config.get_text_config()
     for module in [m for m in model.modules() if hasattr(m, "headgate_handle")]:
@@ -172,7 +172,7 @@ def _lay_by(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     module.headgate_call = x, kwargs["position_embeddings"], kwargs.get("past_key_values")
 
 
-def attention(
+def attend_for_transformers(
     module: Any,
     q: Tensor,
     k: Tensor,
@@ -334,5 +334,5 @@ def _mask(
     return mask
 
 
-ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
+ALL_ATTENTION_FUNCTIONS.register(NAME, attend_for_transformers)
 ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _mask)

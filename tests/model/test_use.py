@@ -15,7 +15,7 @@ from headgate.model.convert import convert
 
 transformers = pytest.importorskip("transformers", reason="needs the extra: pip install 'headgate[hf]'")
 
-from headgate.model.hf import restore, use  # noqa: E402
+from headgate.model.hf import take_out, use  # noqa: E402
 
 SIZES = {
     "vocab_size": 99,
@@ -105,7 +105,7 @@ def test_every_family_starts_as_it_was_and_can_be_given_back(family: str) -> Non
         assert torch.allclose(changed[:, :7], expected[:, :7], rtol=0, atol=2e-3 * expected.std().item())
         assert (changed[:, 20:] - expected[:, 20:]).abs().max() > 0.05 * expected.std()
         plain = {name for name, _ in make(family).named_parameters()}
-        assert {name for name, _ in restore(model).named_parameters()} == plain
+        assert {name for name, _ in take_out(model).named_parameters()} == plain
         assert torch.equal(model(tokens).logits, expected)
 
 
