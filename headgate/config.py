@@ -391,6 +391,11 @@ class StudyOptions:
     rate, attention_output_rate and rope_theta around the recipe's, and what a mechanism declares."""
     published: bool = True
     """With --tune: also judge all variants as published."""
+    ladder: str = ""
+    """Multiples of the budget to train the baseline at as well, as in 0.25,1,4, so that a difference has a
+    price in compute."""
+    ladder_variants: bool = False
+    """Train the other variants at those budgets too, to see the trend of their differences."""
     controls: bool = True
     """Train two controls as well, no attention and a short window, to see what the study can tell."""
     budget: Literal["tokens", "seconds"] = "tokens"
@@ -405,6 +410,8 @@ class StudyOptions:
     """Measure speed, memory and decoding, apart from training."""
     cost_seconds: float = 1.0
     """About how long a variant's speed is measured at a length, within 5 to 20 rounds."""
+    dry_run: bool = False
+    """Print the runs, tokens and hours to expect, and start nothing."""
     claims: str | None = None
     """A JSON file of what a paper claims, to show beside what is measured; docs/comparing.md has the form."""
 
@@ -413,6 +420,8 @@ class StudyOptions:
         require_at_least(self, 0, "tune")
         if self.tune == 1:
             raise HeadgateError("tune=1 is a single trial, the recipe as it stands; give 2 or more, or 0")
+        if self.ladder_variants and not self.ladder:
+            raise HeadgateError("--ladder-variants needs a ladder of budgets; give --ladder 0.25,1,4 as well")
         if not self.tune and (self.space or not self.published):
             raise HeadgateError("--space and --no-published are for tuning; give --tune N as well")
         parse_seeds(self.seeds)
@@ -450,6 +459,43 @@ class SuiteOptions:
         if not rates or not all(0 < rate < math.inf for rate in rates) or len(set(rates)) < len(rates):
             raise HeadgateError(f"rates={self.rates!r} are not different numbers above 0; write 0.003,0.01")
         return rates[:2] if self.quick and self.rates == SuiteOptions.rates else rates
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Where the runs of a study are carried out: what does not change its results."""
+
+    on: Literal["local", "slurm", "ray"] = "local"
+    """This machine, or a cluster; there the runs go on when this command ends, and the same command, here or
+    elsewhere, takes them up again."""
+    processes: int = 1
+    """Processes of each run, one for each of its GPUs, started by torchrun on every node."""
+    nodes: int = 1
+    """Nodes of each run; Slurm alone."""
+    slurm: str = ""
+    """Settings of Slurm's jobs as sbatch calls them, as in partition=gpu,gpus=1,time=120."""
+    ray: str = ""
+    """Resources of each run on Ray, as in num_gpus=1,num_cpus=8."""
+    ray_address: str = "auto"
+    """Where the Ray cluster is."""
+
+    def __post_init__(self) -> None:
+        require_at_least(self, 1, "processes", "nodes")
+        for engine in ("slurm", "ray"):
+            text = getattr(self, engine)
+            if text and self.on != engine:
+                raise HeadgateError(f"--{engine} {text!r} is for --on {engine}, and --on is {self.on}")
+            engine_settings(text, f"--{engine}")
+        if self.nodes > 1 and self.on != "slurm":
+            raise HeadgateError(f"--nodes {self.nodes} needs --on slurm, and --on is {self.on}")
+
+
+def engine_settings(text: str, option: str) -> dict[str, str]:
+    """`partition=gpu,time=60` by name."""
+    assignments, bare = split_assignments(text)
+    if bare:
+        raise HeadgateError(f"{option} {text!r} has {bare[0]!r} without a value; write NAME=VALUE,...")
+    return {name: str(value) for name, value in assignments}
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], where: str = "") -> list[str]:
