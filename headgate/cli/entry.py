@@ -10,13 +10,8 @@ from headgate.cli.completion import completion
 from headgate.cli.costs import bench, plan
 from headgate.cli.data import prepare
 from headgate.cli.exits import exit_codes
-<<<<<<< HEAD
 from headgate.cli.runs import convert, evaluate, generate, runs, train
-from headgate.cli.studies import ablate, compare, report, suite
-=======
-from headgate.cli.runs import convert, evaluate, generate, train
 from headgate.cli.studies import ablate, cancel, compare, report, status, suite
->>>>>>> main
 from headgate.errors import HeadgateError, suggestion
 from headgate.registry import use_file
 from headgate.version import __version__
