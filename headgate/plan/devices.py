@@ -86,7 +86,7 @@ DEVICES = {
             "H200", 141 * GB, 989 * TERA, 67 * TERA, 4800 * GB, 450 * GB, "NVIDIA H200 datasheet, SXM, dense"
         ),
         Device(
-            "B200", 180 * GB, 2250 * TERA, 75 * TERA, 7700 * GB, 900 * GB, "NVIDIA HGX B200 datasheet, dense"
+            "B200", 180 * GB, 2250 * TERA, 80 * TERA, 8000 * GB, 900 * GB, "NVIDIA HGX B200 datasheet, dense"
         ),
         Device(
             "MI300X", 192 * GB, 1307 * TERA, 163.4 * TERA, 5300 * GB, 448 * GB, "AMD MI300X datasheet, dense"
