@@ -135,7 +135,7 @@ def decoding(decoder: Decoder, cache: Cache, count: int) -> Callable[[], object]
     @torch.inference_mode()
     def run() -> None:
         for _ in range(count):
-            torch.nn.functional.linear(decoder.hidden(token, cache=cache), decoder.head_weight)
+            decoder.logits(decoder.hidden(token, cache=cache))
 
     return run
 

@@ -1,4 +1,4 @@
-"""Fills the docs' tables of mechanisms, ops and recipes from the registries, so that none is kept by hand.
+"""Fills the docs' tables of mechanisms, ops, recipes and tasks from the registries: none is kept by hand.
 
     python docs/tables.py            # write them
     python docs/tables.py --check    # exit code 1, naming the pages, if a table is not current
@@ -21,10 +21,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+import numpy as np
 import torch
 from torch import Tensor
 
 import headgate
+from headgate import config
+from headgate.data.tasks import TASKS, DrawnTask
+from headgate.data.tokenizers import END_OF_TEXT
 from headgate.files import write_text
 from headgate.mechanisms import MECHANISMS, Mechanism, MechanismOptions, Past
 from headgate.mechanisms.contract import build_mechanism, description, skipping
@@ -239,8 +243,46 @@ def recipes() -> str:
     return markdown(["name", "what", "sizes", "parameters"], rows)
 
 
+def task_file(name: str) -> str:
+    return f"[{name}](../headgate/data/tasks/{Path(inspect.getsourcefile(TASKS.get(name)) or '').name})"
+
+
+def tasks() -> str:
+    """Every task with its options, chance and optimum."""
+    rows = []
+    for name in TASKS.names():
+        cls = TASKS.get(name)
+        common = {f.name for f in fields(DrawnTask)}
+        options = [code({f.name: f.default}) for f in fields(cls) if f.name not in common]
+        presets = [f"`{name}:{preset}` is {code(values)}" for preset, values in cls.presets.items()]
+        task = cls()
+        asked = inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0]
+        best, value = "1", f"{task.chance.accuracy:.3f}"
+        if isinstance(task, DrawnTask) and task.judged_by == "loss":
+            samples = list(task.sample("val", 0, task.held_out))
+            answers = sum(np.count_nonzero(each.answers) for each in samples)
+            best = f"{sum(task.optimum(each)[0] for each in samples) / answers:.4f} nats"
+            value = f"{task.chance.loss:.4f} nats"
+        rows.append([task_file(name), asked, "<br>".join(options + presets), value, best])
+    return markdown(["task", "what a sample is", "options, defaults, presets", "chance", "optimum"], rows)
+
+
+def task_examples() -> str:
+    """A small sample of every task, its answers in bold."""
+    rows = []
+    for name in TASKS.names():
+        task = config.from_dict(TASKS.get(name), TASKS.get(name).small)
+        words = [END_OF_TEXT, *task.words]
+        _, samples = next(task.parts((80, 10, 10)))
+        shown = zip(samples.tokens[0], samples.answers[0], strict=True)
+        line = " ".join(f"**{words[token]}**" if answer else words[token] for token, answer in shown)
+        rows.append([f"`{name}:{code(TASKS.get(name).small)[1:-1]}`", line])
+    return markdown(["task", "its first sample"], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
-    t.__name__: t for t in (overview, mechanisms, costs, retrofit, skipped, ops, recipes)
+    t.__name__: t
+    for t in (overview, mechanisms, costs, retrofit, skipped, ops, recipes, tasks, task_examples)
 }
 
 

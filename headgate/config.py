@@ -246,6 +246,8 @@ class TrainConfig:
     """Steps from one evaluation to the next; the last step is always evaluated."""
     evaluate_tokens: int = 65_536
     """How many tokens of the validation split, from its beginning: whole sequences, at least one."""
+    document_tokens: int | None = None
+    """The same for the losses per document that the last evaluation keeps; null for the whole split."""
 
     @property
     def tokens(self) -> int:
@@ -256,6 +258,7 @@ class TrainConfig:
         require_at_least(
             self, 1, "context", "batch_size", "steps", "accumulation", "evaluate_every", "evaluate_tokens"
         )
+        require_at_least(self, 1, "document_tokens")
         require_at_least(self, 0, "warmup_steps", "weight_decay", "final_learning_rate")
         for name in ("learning_rate", "eps", "clip"):
             if not 0 < getattr(self, name) < math.inf:
@@ -355,6 +358,37 @@ class StudyOptions:
         if not 0 < self.cost_seconds < math.inf:
             raise HeadgateError(f"cost_seconds={self.cost_seconds} is no time to measure; give some above 0")
         parse_lengths(self.lengths)
+
+
+@dataclass(frozen=True)
+class SuiteOptions:
+    """How the suite compares mechanisms."""
+
+    tasks: str = ""
+    """Tasks, separated by spaces, with options unlike the suite's: 'mqar markov:order=2'. Default: all."""
+    rates: str = "0.003,0.01,0.03"
+    """Learning rates that every variant is tried at."""
+    tuning_seeds: int = 1
+    """Runs at each learning rate."""
+    seeds: int = 2
+    """Fresh runs at the best one, which are judged."""
+    quick: bool = False
+    """A few tasks, two learning rates: two mechanisms in under ten minutes on two cores."""
+    jobs: int | None = None
+    """Runs at once; as many as there are cores when absent."""
+
+    def __post_init__(self) -> None:
+        require_at_least(self, 1, "tuning_seeds", "seeds", "jobs")
+
+    @property
+    def learning_rates(self) -> tuple[float, ...]:
+        try:
+            rates = tuple(float(word) for word in self.rates.split(","))
+        except ValueError:
+            rates = ()
+        if not rates or not all(0 < rate < math.inf for rate in rates) or len(set(rates)) < len(rates):
+            raise HeadgateError(f"rates={self.rates!r} are not different numbers above 0; write 0.003,0.01")
+        return rates[:2] if self.quick and self.rates == SuiteOptions.rates else rates
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], where: str = "") -> list[str]:

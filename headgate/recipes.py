@@ -60,6 +60,37 @@ def tiny() -> Config:
     )
 
 
+@recipe("task", parameters=115_136)
+def task() -> Config:
+    """Two layers of width 64 for a synthetic task, learnt in seconds: what `headgate suite` trains."""
+    return Config(
+        model=ModelConfig(
+            vocab_size=256,
+            d_model=64,
+            n_layers=2,
+            n_heads=2,
+            n_kv_heads=2,
+            head_dim=32,
+            d_mlp=128,
+            tied_embeddings=False,
+            start="scaled",
+            rope_theta=100.0,
+            shared_options={"window": 16, "max_window": 32, "dense_prefix": 16, "block": 8, "stride": 8},
+        ),
+        train=TrainConfig(
+            context=128,
+            batch_size=16,
+            steps=400,
+            learning_rate=1e-2,
+            optimizer="muon",
+            warmup_share=0.05,
+            final_learning_rate=0.1,
+            evaluate_every=25,
+            evaluate_tokens=8192,
+        ),
+    )
+
+
 @recipe("small", parameters=6_819_840)
 def small() -> Config:
     """An hour on a laptop, minutes on a GPU."""

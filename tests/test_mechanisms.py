@@ -22,6 +22,7 @@ from headgate.errors import HeadgateError
 from headgate.mechanisms import MECHANISMS, Mechanism, Past
 from headgate.mechanisms.contract import build_mechanism
 from headgate.model.cache import LayerCache
+from headgate.ops import reference
 from headgate.ops.dispatch import forced
 
 WINDOW, PREFIX, BLOCK = 16, 40, 8
@@ -219,6 +220,18 @@ def test_forward_over_reference_ops_is_the_reference(variant: Variant) -> None:
     plain = results(mechanism, mechanism.reference, inputs, torch.float64)
     for name in plain:
         assert_close(composed[name], plain[name], 1e-8, name)
+
+
+@each_variant
+def test_a_plain_span_says_all_there_is_to_it(variant: Variant) -> None:
+    mechanism = variant.build(2).double()
+    span = mechanism.plain_span()
+    if span is None:
+        return
+    inputs = tensors(variant, length=63, kv_heads=2)
+    expected, _ = reference.span_attention(inputs["q"], inputs["k"], inputs["v"], span)
+    assert_close(mechanism(*inputs.values()), expected, 1e-8)
+    assert not list(mechanism.parameters())
 
 
 @each_path

@@ -25,7 +25,7 @@ def prepare(
 
     Args:
         source: 'stdlib', a file, a folder, a glob, an address such as hf://datasets/HuggingFaceFW/fineweb, or
-            'recall' for the associative recall task; recall:context=1024,pairs=32 sets its sizes.
+            a synthetic task such as mqar:pairs=8,length=256; docs/tasks.md lists them.
         out: The folder to write. Run the same command again to continue an interrupted prepare.
         tokenizer: 'byte', 'bpe:N', a tokenizer.json, a folder that holds one, or a name on the hub.
         text_column: The column or key that holds the text in parquet and JSON files.
@@ -37,11 +37,11 @@ def prepare(
         check: Verify every checksum and index of this folder; nothing is written.
     """
     from headgate.data import prepare as data
-    from headgate.data.recall import parse as parse_recall
-    from headgate.data.recall import prepare_recall
     from headgate.data.shards import check_data
     from headgate.data.splits import parse_shares
     from headgate.data.tables import print_checked, print_summary
+    from headgate.data.tasks.contract import parse_task
+    from headgate.data.tasks.writing import prepare_task
 
     for_text = {"tokenizer": tokenizer, "text_column": text_column, "dedup": dedup, "max_tokens": max_tokens}
     for_text |= {"end_of_text": end_of_text, "workers": workers}
@@ -53,10 +53,10 @@ def prepare(
     elif source is None or out is None:
         raise HeadgateError("prepare needs a source and a folder to write: headgate prepare SOURCE OUT")
     else:
-        shares, recall = parse_shares(splits), parse_recall(source)
-        if recall is not None:
+        shares, task = parse_shares(splits), parse_task(source)
+        if task is not None:
             _refuse_given(f"source {source!r}", for_text)
-            print_summary(prepare_recall(recall, source, shares, Path(out)), out)
+            print_summary(prepare_task(task, source, Path(out), shares), out)
             return
         request = data.Request(source, tokenizer, text_column, shares, dedup, max_tokens, end_of_text)
         print_summary(data.prepare(request, out, workers=workers), out)

@@ -10,7 +10,7 @@ from headgate.cli.costs import bench, plan
 from headgate.cli.data import prepare
 from headgate.cli.exits import exit_codes
 from headgate.cli.runs import convert, evaluate, generate, train
-from headgate.cli.studies import ablate, compare, report
+from headgate.cli.studies import ablate, compare, report, suite
 from headgate.errors import HeadgateError, suggestion
 from headgate.registry import use_file
 from headgate.version import __version__
@@ -26,6 +26,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "compare": compare,
     "ablate": ablate,
     "report": report,
+    "suite": suite,
     "bench": bench,
     "plan": plan,
 }

@@ -2,7 +2,7 @@
 
 import sys
 
-from headgate.config import StudyOptions
+from headgate.config import StudyOptions, SuiteOptions
 
 
 def compare(
@@ -89,5 +89,35 @@ def _show_study(folder: str, *, complete: bool = True, against: str | None = Non
         print()
         print_against(against, differences)
     print(f"\nthe page is {page}; results.json and results.md beside it have the numbers")
+    if not complete:
+        sys.exit(1)
+
+
+def suite(
+    names: tuple[str, ...] = (),
+    /,
+    *,
+    out: str,
+    override: tuple[str, ...] = (),
+    options: SuiteOptions = SuiteOptions(),  # noqa: B008 - frozen
+) -> None:
+    """Try mechanisms on small synthetic tasks, each at the best of a few learning rates, and score them.
+
+    Args:
+        names: Mechanisms, written as for compare. Default: every registered one. The baseline, full
+            attention, is always added.
+        out: The folder of the suite. Run the same command again to resume; more names, tasks or seeds extend
+            it.
+        override: Change a setting of the recipe `task`, as in model.d_model=128; can also be given as a bare
+            word.
+    """
+    from headgate.compare.suite import run_suite
+    from headgate.compare.suite_results import print_suite
+    from headgate.report.suite_page import write_suite_page
+
+    complete = run_suite(names, out, override, options)
+    page = write_suite_page(out)
+    print_suite(out)
+    print(f"\nthe page is {page}; suite.json and suite.md beside it have the numbers")
     if not complete:
         sys.exit(1)

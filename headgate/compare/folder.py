@@ -4,6 +4,7 @@ study.json       what is compared: variants, seeds, the data, how
 config.json      the recipe that all variants share
 runs/V/seed-N/   a run folder for each variant and seed
 logs/            what each run's process wrote
+queue/ leases/   what each run's process was asked to do, and who carries it out
 costs.json       speed, memory and decoding of each variant, measured apart from training
 gates.json       the gates of each variant on a passage of held-out text
 skipping.json    what skipping nearly closed gates saves and costs
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from headgate import config, files
+from headgate.compare.executors.worker import Task
 from headgate.compare.variants import Variant
 from headgate.config import Config
 from headgate.errors import HeadgateError
@@ -68,6 +70,16 @@ class Job:
     @property
     def finished(self) -> bool:
         return (self.folder / "summary.json").is_file()
+
+    @property
+    def key(self) -> str:
+        """A file name of its own within the study."""
+        return self.log.stem
+
+    def task(self, study_folder: Path, study: Study, base: Config) -> Task:
+        """For an engine to carry out."""
+        words = tuple(self.command(study_folder, study.data.folder, base))
+        return Task(self.key, self.name, words, str(self.folder), str(self.log), study.threads)
 
     def command(self, study_folder: Path, data: str, base: Config) -> list[str]:
         """The words after `headgate` that train it."""

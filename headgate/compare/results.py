@@ -25,6 +25,7 @@ from headgate.compare.tables import claims_markdown, conditions, headline, markd
 from headgate.compare.variants import Variant
 from headgate.config import Config
 from headgate.data.shards import read_manifest
+from headgate.data.tasks.contract import TASKS
 from headgate.errors import HeadgateError, suggestion
 from headgate.measure.costs import Cost, CostPlan, Costs
 from headgate.mechanisms.contract import MECHANISMS, description
@@ -404,8 +405,9 @@ def _commands(folder: StudyFolder, study: Study, jobs: Sequence[Job], base: Conf
 
 def _prepare_options(request: Mapping[str, Any]) -> list[str]:
     """The options of `headgate prepare` that are not its defaults."""
-    words = [] if request["tokenizer"] == "recall" else ["--tokenizer", str(request["tokenizer"])]
-    splits = "/".join(map(str, request["splits"]))
+    is_task = request["tokenizer"] in TASKS.names()
+    words = [] if is_task else ["--tokenizer", str(request["tokenizer"])]
+    splits = "/".join(map(str, request.get("splits", (80, 10, 10))))
     options = {"--text-column": request.get("text_column", "text"), "--splits": splits}
     options |= {"--max-tokens": request.get("max_tokens"), "--end-of-text": request.get("end_of_text")}
     for option, value in options.items():

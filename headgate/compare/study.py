@@ -8,16 +8,16 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from headgate import config, files
 from headgate.compare.claims import check_variants
+from headgate.compare.executors.executor import Executor, run_tasks
+from headgate.compare.executors.local import LocalExecutor
+from headgate.compare.executors.worker import Task
 from headgate.compare.folder import Job, Study, StudyFolder, failure
 from headgate.compare.progress import StudyProgress
 from headgate.compare.results import write_results
@@ -70,7 +70,7 @@ def run_study(
         at_once = options.jobs or max(1, cores() // study.threads)
         if study.budget == "seconds":
             study = _share_out_seconds(folder, study, base, progress)
-        failed = run_jobs(folder, study, base, at_once, progress)
+        failed = run_jobs(folder, study, base, LocalExecutor(folder.path, at_once), progress)
         if options.cost:
             before = folder.read_costs()
             costs = measure_costs(
@@ -108,55 +108,41 @@ def _share_out_seconds(folder: StudyFolder, study: Study, base: Config, progress
 
 
 def run_jobs(
-    folder: StudyFolder, study: Study, base: Config, at_once: int, progress: StudyProgress
+    folder: StudyFolder, study: Study, base: Config, executor: Executor, progress: StudyProgress
 ) -> list[Job]:
-    """Train what is not finished, several at once; a run that fails does not stop the others. Returns those
-    that failed."""
+    """Train what is not finished; a run that fails does not stop the others. Returns those that failed."""
     jobs = folder.jobs(study, base)
-    waiting = [job for job in jobs if not job.finished]
-    done = sum(job.steps for job in jobs if job.finished)
-    progress.begin_runs(total=sum(job.steps for job in jobs), done=done, runs=len(jobs), left=len(waiting))
-    running: dict[Job, subprocess.Popen[bytes]] = {}
-    failed: list[Job] = []
-    settled = done
-    with _children(running):
-        while waiting or running:
-            while waiting and len(running) < at_once:
-                job = waiting.pop(0)
-                running[job] = _launch(job, folder.path, study, base)
-            time.sleep(0.2)
-            for job, process in list(running.items()):
-                if process.poll() is None:
-                    continue
-                del running[job]
-                settled += job.steps
-                if process.returncode == 0 and job.finished:
-                    progress.finished(job.name, _final_loss(job))
-                else:
-                    _note_exit(job, process.returncode)
-                    failed.append(job)
-                    progress.failed(job.name, failure(job.log))
-            done = settled + sum(min(last_step(job.folder), job.steps) for job in running)
-            progress.update_runs(done, [job.name for job in running])
-    return failed
+    waiting = {job.key: job for job in jobs if not job.finished}
+    settled = sum(job.steps for job in jobs if job.finished)
+    progress.begin_runs(total=sum(job.steps for job in jobs), done=settled, runs=len(jobs), left=len(waiting))
+    for job in waiting.values():
+        for parent in (job.folder.parents[1], job.folder.parent):
+            files.own_folder(parent)
 
+    def ended(task: Task, finished: bool) -> None:
+        nonlocal settled
+        job = waiting[task.key]
+        settled += job.steps
+        if finished:
+            progress.finished(job.name, _final_loss(job))
+        else:
+            progress.failed(job.name, failure(job.log))
 
-def _launch(job: Job, folder: Path, study: Study, base: Config) -> subprocess.Popen[bytes]:
-    environment = os.environ | {"OMP_NUM_THREADS": str(study.threads), "PYTHONUNBUFFERED": "1"}
-    words = job.command(folder, study.data.folder, base)
-    for folder_of_it in (job.folder.parents[1], job.folder.parent):
-        files.own_folder(folder_of_it)
-    with files.open_new(job.log) as log:
-        # A session of its own, so that Ctrl-C reaches this process alone, which then stops the runs in order.
-        return subprocess.Popen(
-            [sys.executable, "-m", "headgate.compare.run_process", str(os.getpid()), *words],
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True,
-        )  # fmt: skip
+    def looked(running: Sequence[Task]) -> None:
+        done = sum(min(last_step(task.folder), waiting[task.key].steps) for task in running)
+        progress.update_runs(settled + done, [task.name for task in running])
+
+    tasks = [job.task(folder.path, study, base) for job in waiting.values()]
+    with _interruptible():
+        failed = run_tasks(
+            executor, folder.path, tasks, lambda task: waiting[task.key].finished, ended, looked
+        )
+    return [waiting[task.key] for task in failed]
 
 
 @contextmanager
-def _children(running: Mapping[Job, subprocess.Popen[bytes]]) -> Iterator[None]:
-    """However the study ends, its runs save and end first; SIGTERM acts like Ctrl-C."""
+def _interruptible() -> Iterator[None]:
+    """SIGTERM acts like Ctrl-C."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -166,26 +152,9 @@ def _children(running: Mapping[Job, subprocess.Popen[bytes]]) -> Iterator[None]:
         signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
-    except KeyboardInterrupt:
-        print(
-            "headgate: stopping the runs, which save their state; the same command resumes them",
-            file=sys.stderr,
-        )
-        raise
     finally:
         if main:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        for process in running.values():
-            process.terminate()
-        for process in running.values():
-            process.wait()
-
-
-def _note_exit(job: Job, code: int) -> None:
-    """A killed process could not log why it ended."""
-    if code < 0:
-        with files.open_own(job.log) as log:
-            log.write(f"\nthe process was ended by {signal.Signals(-code).name}\n".encode())
 
 
 def _final_loss(job: Job) -> float:

@@ -10,7 +10,7 @@ import hashlib
 import itertools
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -45,6 +45,8 @@ class Windows:
         self.split = split
         self.length = length
         self.has_loss = any(shard.has_loss for shard in split.shards)
+        self.answer_groups = split.task.groups if split.task is not None else ()
+        self.has_documents = all(shard.has_index for shard in split.shards)
         self._starts = list(itertools.accumulate((shard.tokens for shard in split.shards), initial=0))
         # Memory maps hold a file open each, and a folder from a cluster may have thousands of shards.
         self._tokens = lru_cache(OPEN_SHARDS)(lambda shard: split.shards[shard].load_tokens())
@@ -71,19 +73,50 @@ class Windows:
         return torch.from_numpy(np.ascontiguousarray(stream[:, :-1])), torch.from_numpy(targets)
 
     def document_ids(self, windows: Sequence[int] | np.ndarray) -> "Tensor":
-        """For each token of these windows, which document it is of: equal within one document of a window."""
+        """For each token of these windows, the number in the split of the document it stands in: (B,T)."""
         import torch
 
         ids = np.empty((len(windows), self.length), dtype=np.int64)
         for row, window in enumerate(windows):
-            known = 0
             for shard, first, last, place in self._pieces(self._start(int(window)), self.length):
-                ends = self._ends(shard)
-                low, high = np.searchsorted(ends, np.array([first, last - 1], dtype=ends.dtype), side="right")
-                inside = np.searchsorted(ends[low:high], np.arange(first, last), side="right")
-                ids[row, place : place + last - first] = known + inside
-                known += int(inside[-1]) + 1
+                ids[row, place : place + last - first] = self._numbers(shard, first, last)
         return torch.from_numpy(ids)
+
+    def marks(self, windows: Sequence[int] | np.ndarray) -> np.ndarray:
+        """The bytes of the loss mask at the targets of these windows (B, T); 1 where a shard has no mask."""
+        marks = np.ones((len(windows), self.length), dtype=np.int64)
+        for row, window in enumerate(windows):
+            for shard, first, last, place in self._pieces(self._start(int(window)) + 1, self.length):
+                if self.split.shards[shard].has_loss:
+                    marks[row, place : place + last - first] = self._loss(shard)[first:last]
+        return marks
+
+    def target_documents(self, windows: Sequence[int] | np.ndarray) -> "Tensor":
+        """For each target of these windows, the number in the split of the document it stands in: (B,T)."""
+        import torch
+
+        numbers = np.empty((len(windows), self.length), dtype=np.int64)
+        for row, window in enumerate(windows):
+            for shard, first, last, place in self._pieces(self._start(int(window)) + 1, self.length):
+                numbers[row, place : place + last - first] = self._numbers(shard, first, last)
+        return torch.from_numpy(numbers)
+
+    @cached_property
+    def documents(self) -> int:
+        """How many documents the split has."""
+        return self._documents_before[-1]
+
+    @cached_property
+    def _documents_before(self) -> list[int]:
+        """For each shard, how many documents stand in those before it; then how many there are."""
+        return list(itertools.accumulate((len(shard.load_ends()) for shard in self.split.shards), initial=0))
+
+    def _numbers(self, shard: int, first: int, last: int) -> np.ndarray:
+        """The document of each token from `first` to `last` of a shard, by its number in the split."""
+        ends = self._ends(shard)
+        low, high = np.searchsorted(ends, np.array([first, last - 1], dtype=ends.dtype), side="right")
+        edges = np.concatenate([[first], ends[low:high].astype(np.int64), [last]])
+        return np.repeat(self._documents_before[shard] + np.arange(low, high + 1), np.diff(edges))
 
     def _ignore(self, targets: np.ndarray, start: int) -> None:
         """Take out the targets, which stand in the stream from `start` on, that a loss mask leaves out."""

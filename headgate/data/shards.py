@@ -2,8 +2,9 @@
 
 A shard is datatrove's: `NAME.ds` holds the tokens, little-endian, of two or four bytes each; `NAME.ds.index`
 where each document ends, in tokens, as uint64; an optional `NAME.ds.loss` one byte a token, nonzero where the
-token counts in the loss. `manifest.json` says what stands in the folder, with a checksum of every file; a
-folder that datatrove wrote has none, and is read all the same.
+token counts in the loss; of a task it is the number of its group of answers (`data/answers.py`).
+`manifest.json` says what stands in the folder, with a checksum of every file; a folder that datatrove wrote
+has none, and is read all the same.
 """
 
 import hashlib
@@ -19,6 +20,7 @@ from typing import IO, Any
 import numpy as np
 
 from headgate import config, files
+from headgate.data.answers import TaskRecord
 from headgate.errors import HeadgateError
 from headgate.version import __version__
 
@@ -84,6 +86,8 @@ class Manifest:
     tokenizer: TokenizerRecord
     repeats_dropped: int
     splits: tuple[SplitRecord, ...]
+    task: TaskRecord | None = None
+    """Of a synthetic task: chance, optimum, and what the marks of its answers mean."""
 
     def split(self, name: str) -> SplitRecord:
         for split in self.splits:
@@ -175,6 +179,8 @@ class Split:
     shards: tuple[Shard, ...]
     bytes: int | None = None
     """Of the documents' texts; unknown in a folder that datatrove wrote."""
+    task: TaskRecord | None = None
+    """What the manifest says of the task, if it is one."""
 
     @property
     def tokens(self) -> int:
@@ -212,9 +218,8 @@ def open_split(folder: str | os.PathLike[str], name: str, *, verify: bool = True
         )
     if verify:
         _verify(folder / "tokenizer.json", manifest.tokenizer.sha256)
-    return Split(
-        name, tuple(_recorded(folder, shard, manifest, verify) for shard in record.shards), record.bytes
-    )
+    found = tuple(_recorded(folder, shard, manifest, verify) for shard in record.shards)
+    return Split(name, found, record.bytes, manifest.task)
 
 
 def check_range(vocab_size: int, *splits: Split) -> None:

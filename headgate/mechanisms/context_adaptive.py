@@ -148,7 +148,7 @@ class ContextAdaptive(Mechanism):
             return ops.top_k_attention(q, k, v, scale=o.top_k)
         if self.observed:
             self.observe("recall", ops.selection_recall(q, k, block=o.block, scale=o.top_k))
-        means = None if past is None else past.block_means(k, o.block)
+        means = None if past is None else past.block_means(o.block, k)
         chosen = ops.choose_blocks(q, k, block=o.block, scale=o.top_k, means=means)
         return ops.block_selected_attention(q, k, v, block=o.block, chosen=chosen)
 
@@ -170,6 +170,10 @@ class ContextAdaptive(Mechanism):
         if o.select == "token":
             return keys
         return [min(i // o.block, -(-n // o.block)) * o.block + i % o.block + 1 for i, n in enumerate(keys)]
+
+    def plain_span(self) -> ops.Span | None:
+        plain = self.options.gate == "local" and self.width is None
+        return ops.Span(self.options.window) if plain else None
 
     def start_as_full(self) -> float:
         """Towards the local branch at its widest: the global one leaves keys out from the third token on."""

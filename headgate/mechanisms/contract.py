@@ -162,12 +162,12 @@ class Past:
             return blocks.held()
         return blocks.append(*summarise(*(t[:, :, done * block : complete * block] for t in kept)))
 
-    def block_means(self, k: Tensor, block: int) -> Tensor | None:
-        """The mean key of every complete block, for a choice among blocks, which has no gradient; None while
-        there is no cache that keeps them."""
+    def block_means(self, block: int, *kept: Tensor) -> list[Tensor] | None:
+        """Keys, or keys and values, as the mean of every complete block; None while there is no cache that
+        keeps them."""
         if self.cache is None:
             return None
-        return self.per_block("means", block, lambda k: (block_means(k, block),), k)[0]
+        return self.per_block("means", block, lambda *new: tuple(block_means(t, block) for t in new), *kept)
 
     def forget(self, first_key: Callable[[int], int], pinned_keys: int) -> None:
         """Drop the keys that no later query needs."""
@@ -275,6 +275,11 @@ class Mechanism(nn.Module):
         first positions it then computes what full attention does: math.inf for all, 0 for none.
         """
         return 0
+
+    def plain_span(self) -> Span | None:
+        """Which keys a query sees, if with these options it is softmax attention over them and nothing more,
+        which other tools compute too; None otherwise."""
+        return None
 
     def observe(self, name: str, value: Tensor) -> None:
         """Hand a value of any shape to an active `headgate.probe`; does nothing otherwise."""

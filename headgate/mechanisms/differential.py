@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from headgate import ops
 from headgate.mechanisms.contract import Heads, Mechanism, MechanismOptions, Past, register
-from headgate.mechanisms.gates import OPEN, HeadGate, fix_gate, head_weights
+from headgate.mechanisms.gates import OPEN, fix_gate, head_weights, openness
 from headgate.ops.norm import rms_norm
 
 
@@ -39,7 +39,7 @@ class Differential(Mechanism):
         super().__init__(heads, options)
         self.gate = None
         if options.gate == "learned":
-            self.gate = HeadGate(heads.d_model, heads.n_heads, options.bias)
+            self.gate = nn.Linear(heads.d_model, heads.n_heads, options.bias)
             self.q_proj = nn.Linear(heads.d_model, heads.n_heads * heads.head_dim, bias=False)
             self.q_norm = nn.RMSNorm(heads.head_dim, eps=1e-6)
 
@@ -55,10 +55,13 @@ class Differential(Mechanism):
         if self.gate is None:
             return attended
         first, second = attended.unflatten(1, (-1, 2)).unbind(2)
-        return first - head_weights(self.followed(self.gate(x))).to(first.dtype) * second
+        return first - head_weights(self.followed(openness(self.gate(x)))).to(first.dtype) * second
 
     def pairs(self, length: int) -> int:
         return super().pairs(length) * (1 if self.gate is None else 2)
+
+    def plain_span(self) -> ops.Span | None:
+        return ops.Span() if self.gate is None else None
 
     def start_as_full(self) -> float:
         """By the bias; without one, no weights close the second half for every token."""

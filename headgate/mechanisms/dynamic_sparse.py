@@ -13,12 +13,12 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from headgate.config import require_at_least
 from headgate.mechanisms.contract import Heads, Mechanism, MechanismOptions, Past, register
-from headgate.mechanisms.gates import HeadGate, attention_of, fix_gate, head_weights
-from headgate.ops import reference
+from headgate.mechanisms.gates import attention_of, fix_gate, head_weights, openness
+from headgate.ops import Span, reference
 
 
 @dataclass(frozen=True)
@@ -48,20 +48,20 @@ class DynamicSparse(Mechanism):
 
     def __init__(self, heads: Heads, options: DynamicSparseOptions) -> None:
         super().__init__(heads, options)
-        self.gate = HeadGate(heads.d_model, heads.n_heads) if options.gate == "learned" else None
+        self.gate = nn.Linear(heads.d_model, heads.n_heads) if options.gate == "learned" else None
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:
         span = past.span(self.options.window, dense_prefix=self.options.dense_prefix)
         if self.gate is None:
             return attention_of(q, k, v, span, None)
-        gate = self.followed(self.gate(x), down=True)
+        gate = self.followed(openness(self.gate(x)), down=True)
         active = gate[:, 0] > 0 if self.is_skipping(q) else None
         return head_weights(gate) * attention_of(q, k, v, span, active)
 
     def dense(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:
         span = past.span(self.options.window, dense_prefix=self.options.dense_prefix)
         attended, _ = reference.span_attention(q, k, v, span)
-        return attended if self.gate is None else head_weights(self.gate(x)) * attended
+        return attended if self.gate is None else head_weights(openness(self.gate(x))) * attended
 
     @property
     def skips(self) -> bool:
@@ -70,6 +70,10 @@ class DynamicSparse(Mechanism):
     def first_key(self, position: int) -> int:
         o = self.options
         return 0 if o.window is None or position < o.dense_prefix else max(0, position - o.window)
+
+    def plain_span(self) -> Span | None:
+        o = self.options
+        return None if o.gate == "learned" else Span(o.window, o.dense_prefix)
 
     def start_as_full(self) -> float:
         if self.gate is not None:

@@ -41,5 +41,8 @@ class Exclusive(Mechanism):
             self.observe("own", along.flatten(1, 2).transpose(1, 2))
         return (grouped - along[..., None] * own).to(attended.dtype).flatten(1, 2)
 
+    def plain_span(self) -> ops.Span | None:
+        return ops.Span() if self.options.exclude == "none" else None
+
     def start_as_full(self) -> float:
         return float("inf") if self.options.exclude == "none" else 0

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from headgate import ops
 from headgate.mechanisms.contract import Heads, Mechanism, MechanismOptions, Past, register
+from headgate.ops.norm import weight_dtype
 
 SHORTEST, LONGEST = 16.0, 4096.0
 """Time constants 1 / (1 - f) of the first and the last head, with start=spread."""
@@ -52,7 +53,8 @@ class Forgetting(Mechanism):
     def prepare(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> tuple[Tensor, ...]:
         """Beside the keys, c (B,H,Tq) in fp32 at least; summed in fp64, so that chunks change nothing."""
         with torch.autocast(x.device.type, enabled=False):
-            log_f = F.logsigmoid(self.forget(x.to(self.forget.weight.dtype))).transpose(1, 2)
+            logits = self.forget(x.to(weight_dtype(self.forget)))
+            log_f = F.logsigmoid(logits.to(torch.promote_types(logits.dtype, torch.float32))).transpose(1, 2)
         self.observe("gate", log_f.exp().transpose(1, 2))
         before = past.carried("sum")
         running = log_f.double().cumsum(2)

@@ -18,5 +18,8 @@ class Full(Mechanism):
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:
         return ops.attention(q, k, v, past.span())
 
+    def plain_span(self) -> ops.Span:
+        return ops.Span()
+
     def start_as_full(self) -> float:
         return math.inf

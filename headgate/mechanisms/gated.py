@@ -10,10 +10,11 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from headgate.mechanisms.contract import Heads, Mechanism, MechanismOptions, Past, register
-from headgate.mechanisms.gates import HeadGate, attention_of, fix_gate, head_weights
+from headgate.mechanisms.gates import attention_of, fix_gate, head_weights, openness
+from headgate.ops import Span
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,12 @@ class Gated(Mechanism):
     def __init__(self, heads: Heads, options: GatedOptions) -> None:
         super().__init__(heads, options)
         gates = heads.n_heads * (heads.head_dim if options.per == "channel" else 1)
-        self.gate = HeadGate(heads.d_model, gates, options.bias) if options.gate == "learned" else None
+        self.gate = nn.Linear(heads.d_model, gates, options.bias) if options.gate == "learned" else None
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:
         if self.gate is None:
             return attention_of(q, k, v, past.span(), None)
-        gate = self.gate(x)
+        gate = openness(self.gate(x))
         if self.options.per == "channel":
             channels = gate.unflatten(-1, (self.heads.n_heads, -1))  # (B,Tq,H,D)
             if self.observed:
@@ -54,6 +55,9 @@ class Gated(Mechanism):
     @property
     def skips(self) -> bool:
         return self.gate is not None and self.options.per == "head"
+
+    def plain_span(self) -> Span | None:
+        return Span() if self.gate is None else None
 
     def start_as_full(self) -> float:
         """By the bias; without one, no weights hold the gate open for every token."""

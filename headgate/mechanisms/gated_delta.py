@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from headgate import ops
 from headgate.config import require_at_least
 from headgate.mechanisms.contract import Heads, Mechanism, MechanismOptions, Past, register
-from headgate.ops.norm import rms_norm
+from headgate.ops.norm import rms_norm, weight_dtype
 from headgate.ops.reference import per_head
 
 LEAST_STEP, MOST_STEP, FASTEST = 1e-3, 0.1, 16.0
@@ -99,7 +99,7 @@ class GatedDelta(Mechanism):
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):  # what is multiplied up over the tokens
-            wide = x.to(self.beta.weight.dtype)
+            wide = x.to(weight_dtype(self.beta))
             beta = self.beta(wide).sigmoid().transpose(1, 2)
             log_decay = torch.zeros_like(beta)
             if self.options.decay == "learned":

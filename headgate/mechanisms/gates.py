@@ -11,13 +11,6 @@ OPEN = 10.0
 one would be nearer to the identity, and learn later: the gate's gradient shrinks with it as exp(-bias)."""
 
 
-class HeadGate(nn.Linear):
-    """sigmoid(W x + b): one value per token and head, (B,T,C) -> (B,T,H)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return openness(super().forward(x))
-
-
 @torch.no_grad()
 def fix_gate(gate: nn.Linear, bias: float = OPEN) -> None:
     """Make a gate the same for every input: sigmoid(bias). Its weights, at 0, still have a gradient."""
@@ -27,7 +20,11 @@ def fix_gate(gate: nn.Linear, bias: float = OPEN) -> None:
 
 def openness(logits: Tensor) -> Tensor:
     """How far a gate with these logits is open: their sigmoid, computed in fp32 at least. In bf16 a gate
-    above 0.998 is 1, and would never learn to close: its gradient is computed as g * (1 - g)."""
+    above 0.998 is 1, and would never learn to close: its gradient is computed as g * (1 - g).
+
+    A gate is `openness(linear(x))` with a plain `nn.Linear`, so that adapters and quantisation, which replace
+    Linears, change its logits.
+    """
     wide = torch.promote_types(logits.dtype, torch.float32)
     return logits.to(wide).sigmoid().to(logits.dtype)
 

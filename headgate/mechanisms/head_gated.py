@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headgate import ops
 from headgate.config import require_at_least
 from headgate.mechanisms.contract import Heads, Mechanism, MechanismOptions, Past, register
-from headgate.mechanisms.gates import OPEN, HeadGate, fix_gate, head_weights
+from headgate.mechanisms.gates import OPEN, fix_gate, head_weights, openness
 from headgate.ops import reference
 from headgate.ops.merge import merged
 
@@ -47,7 +47,7 @@ class HeadGated(Mechanism):
 
     def __init__(self, heads: Heads, options: HeadGatedOptions) -> None:
         super().__init__(heads, options)
-        self.gate = HeadGate(heads.d_model, heads.n_heads) if options.gate == "learned" else None
+        self.gate = nn.Linear(heads.d_model, heads.n_heads) if options.gate == "learned" else None
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:
         o = self.options
@@ -58,7 +58,7 @@ class HeadGated(Mechanism):
         if self.gate is not None:
             # Only upwards: the keys of the window belong to the global branch too, so a closed local branch
             # would save nothing.
-            gate = self.followed(self.gate(x), up=True)
+            gate = self.followed(openness(self.gate(x)), up=True)
             far_weight = 1 - head_weights(gate)
             active = gate[:, 0] < 1 if self.is_skipping(q) else None
         local, local_lse = ops.span_attention(q, k, v, past.span(o.window))
@@ -77,7 +77,7 @@ class HeadGated(Mechanism):
         local, _ = reference.span_attention(q, k, v, past.span(self.options.window))
         everything, _ = reference.span_attention(q, k, v, past.span())
         fixed = {"half": 0.5, "local": 1.0, "global": 0.0}
-        g = fixed[self.options.gate] if self.gate is None else head_weights(self.gate(x))
+        g = fixed[self.options.gate] if self.gate is None else head_weights(openness(self.gate(x)))
         return g * local + (1 - g) * everything
 
     @property
@@ -86,6 +86,10 @@ class HeadGated(Mechanism):
 
     def first_key(self, position: int) -> int:
         return max(0, position - self.options.window) if self.options.gate == "local" else 0
+
+    def plain_span(self) -> ops.Span | None:
+        o = self.options
+        return ops.Span(o.window if o.gate == "local" else None) if o.gate in ("local", "global") else None
 
     def start_as_full(self) -> float:
         """Towards the global branch, which is full attention: the gate starts at 0."""

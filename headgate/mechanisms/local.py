@@ -42,5 +42,8 @@ class Local(Mechanism):
     def pinned_keys(self) -> int:
         return self.options.global_tokens
 
+    def plain_span(self) -> ops.Span:
+        return ops.Span(self.options.window, pinned=self.options.global_tokens)
+
     def start_as_full(self) -> float:
         return self.options.window + 1 + self.options.global_tokens

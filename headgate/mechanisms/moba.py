@@ -36,8 +36,8 @@ class Moba(Mechanism):
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:
         past.require_all_keys("moba")
-        o = self.options
-        chosen = ops.choose_blocks(q, k, block=o.block, top_k=o.top_k, means=past.block_means(k, o.block))
+        o, means = self.options, past.block_means(self.options.block, k)
+        chosen = ops.choose_blocks(q, k, block=o.block, top_k=o.top_k, means=means)
         return ops.block_selected_attention(q, k, v, block=o.block, chosen=chosen)
 
     def pairs(self, length: int) -> int:

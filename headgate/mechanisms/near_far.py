@@ -19,7 +19,7 @@ from headgate import ops
 from headgate.config import require_at_least
 from headgate.errors import HeadgateError
 from headgate.mechanisms.contract import Heads, Mechanism, MechanismOptions, Past, register, window_pairs
-from headgate.mechanisms.gates import OPEN, HeadGate, fix_gate, head_weights, openness
+from headgate.mechanisms.gates import OPEN, fix_gate, head_weights, openness
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class NearFar(Mechanism):
         ranges = (0, near, options.window), (near, heads.n_kv_heads, options.stretch * options.window)
         self.reaches = [(slice(a * share, b * share), slice(a, b), reach) for a, b, reach in ranges if a < b]
         self.windows = [reach for _, groups, reach in self.reaches for _ in range(groups.start, groups.stop)]
-        self.gate = HeadGate(heads.d_model, heads.n_heads) if options.gate == "learned" else None
+        self.gate = nn.Linear(heads.d_model, heads.n_heads) if options.gate == "learned" else None
         self.constant = nn.Parameter(torch.empty(heads.n_heads)) if options.gate == "constant" else None
 
     def initialise(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
@@ -67,7 +67,7 @@ class NearFar(Mechanism):
             super().initialise(name, parameter, generator)
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:
-        gate = None if self.gate is None else self.followed(self.gate(x), down=True)
+        gate = None if self.gate is None else self.followed(openness(self.gate(x)), down=True)
         if self.constant is not None:
             gate = self.followed(openness(self.constant).expand(*x.shape[:2], -1), down=True)
         if gate is not None and self.is_skipping(q):
@@ -84,6 +84,10 @@ class NearFar(Mechanism):
     @property
     def skips(self) -> bool:
         return self.options.gate != "open"
+
+    def plain_span(self) -> ops.Span | None:
+        same = len(set(self.windows)) == 1
+        return ops.Span(self.windows[0]) if same and self.options.gate == "open" else None
 
     def start_as_full(self) -> float:
         if self.gate is not None:

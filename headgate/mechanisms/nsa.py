@@ -15,13 +15,13 @@ attention and a retrofit starts changed.
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headgate import ops
 from headgate.config import require_at_least
 from headgate.mechanisms.contract import Heads, Mechanism, MechanismOptions, Past, register, window_pairs
-from headgate.mechanisms.gates import HeadGate, head_weights
+from headgate.mechanisms.gates import head_weights, openness
+from headgate.ops.merge import weighted_sum
 
 BRANCHES = ("compressed", "selected", "window")
 
@@ -52,23 +52,25 @@ class Nsa(Mechanism):
     def __init__(self, heads: Heads, options: NsaOptions) -> None:
         super().__init__(heads, options)
         self.branches = [branch for branch in BRANCHES if branch != options.without]
-        self.gates = HeadGate(heads.d_model, len(self.branches) * heads.n_heads, bias=False)
+        self.gates = nn.Linear(heads.d_model, len(self.branches) * heads.n_heads, bias=False)
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:
         past.require_all_keys("nsa")
-        out = torch.zeros_like(q)
-        for branch, gate in zip(self.branches, self.gates(x).chunk(len(self.branches), -1), strict=True):
+        means = past.block_means(self.options.block, k, v)
+        gates = openness(self.gates(x)).chunk(len(self.branches), -1)
+        parts = [self._branch(branch, q, k, v, past, means) for branch in self.branches]
+        for branch, gate in zip(self.branches, gates, strict=True):
             self.observe(f"{branch}_gate", gate)
-            out = out + head_weights(gate).to(q.dtype) * self._branch(branch, q, k, v, past)
-        return out
+        return weighted_sum(parts, [head_weights(gate).to(q.dtype) for gate in gates])
 
-    def _branch(self, branch: str, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:
+    def _branch(
+        self, branch: str, q: Tensor, k: Tensor, v: Tensor, past: Past, means: list[Tensor] | None
+    ) -> Tensor:
         o = self.options
         if branch == "window":
             return ops.attention(q, k, v, past.span(o.window))
         if branch == "compressed":
-            return ops.compressed_attention(q, k, v, block=o.block)
-        means = past.block_means(k, o.block)
+            return ops.compressed_attention(q, k, v, block=o.block, means=means)
         chosen = ops.choose_blocks(q, k, block=o.block, top_k=o.top_k - 1, by="weight", means=means)
         return ops.block_selected_attention(q, k, v, block=o.block, chosen=chosen)
 

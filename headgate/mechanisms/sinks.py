@@ -46,6 +46,9 @@ class Sinks(Mechanism):
         self.observe("gate", share.transpose(1, 2))
         return attended * share[..., None].to(attended.dtype)
 
+    def plain_span(self) -> ops.Span | None:
+        return ops.Span() if self.options.sink == "none" else None
+
     @torch.no_grad()
     def start_as_full(self) -> float:
         """A logit so low that nothing goes to the sink, even beside a single key of low logit."""

@@ -138,6 +138,10 @@ class SparseGeometric(Mechanism):
             scaled, k, v, query_half, key_half, self.w2, self.b2, form=o.gate
         )
 
+    def plain_span(self) -> ops.Span | None:
+        plain = self.options.sparsity == self.options.geometric == "none"
+        return ops.Span() if plain else None
+
     @torch.no_grad()
     def start_as_full(self) -> float:
         """The same gate for every pair. Added in log space it does not matter to the softmax; as a factor it

@@ -33,14 +33,12 @@ from headgate.model.cache import Cache, LayerCache
 from headgate.model.generate import Completion, Prompts, Sampling, Stop, Stream, generate
 from headgate.model.tensors import KEY as DIGEST
 from headgate.model.tensors import read_metadata, read_tensors, write_tensors
-from headgate.ops.norm import rms_norm
+from headgate.ops.norm import is_plain, rms_norm
 from headgate.ops.rotary import rotation
 from headgate.recipes import get_recipe
 
 LOSS_CHUNK_ELEMENTS = 1 << 25
 """Logits held at once while the loss is computed: 128 MB in fp32."""
-FEW_TOKENS = 128
-"""Below this many tokens a layer's q, k and v are three products; from there on they are one."""
 Held = Sequence[tuple[slice | Tensor, LayerCache]]
 """What a layer has in the cache: for each group of rows, which rows of the batch they are, and their keys."""
 
@@ -69,7 +67,7 @@ class Attention(nn.Module):
         self, x: Tensor, cos: Tensor, sin: Tensor, first_values: Tensor | None, cache: Held | None
     ) -> tuple[Tensor, Tensor]:
         """What attention adds to the stream, and the values as projected."""
-        q, k, v = map(self._heads, self._project(x))
+        q, k, v = (self._heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
         q, k = self.q_norm(q), self.k_norm(k)
         if cache is None or len(cache) == 1:
             held = None if cache is None else cache[0][1]
@@ -82,16 +80,6 @@ class Attention(nn.Module):
                 past = Past(rotation=(cos[rows], sin[rows]), first_values=first, cache=held)
                 out[rows] = self.mechanism(x[rows], q[rows], k[rows], v[rows], past)
         return cast(Tensor, self.o_proj(out.transpose(1, 2).flatten(2))), v
-
-    def _project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Queries, keys and values: in one product, which is faster than in three, unless the tokens are so
-        few that laying the weights together costs more."""
-        parts = (self.q_proj, self.k_proj, self.v_proj)
-        if x.shape[0] * x.shape[1] < FEW_TOKENS:
-            return tuple(part(x) for part in parts)
-        weight = torch.cat([part.weight for part in parts])
-        bias = None if self.q_proj.bias is None else torch.cat([part.bias for part in parts])
-        return F.linear(x, weight, bias).split([part.out_features for part in parts], dim=-1)
 
     def _heads(self, t: Tensor) -> Tensor:
         return t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -182,10 +170,10 @@ class Decoder(nn.Module):
         x = self.hidden(tokens, cache=cache)
         if predict:
             parts = x.flatten(0, 1).split(self._chunk)
-            likeliest = [F.linear(part, self.head_weight).argmax(-1) for part in parts]
+            likeliest = [self.logits(part).argmax(-1) for part in parts]
             return torch.cat(likeliest).unflatten(0, tokens.shape)
         if targets is None:
-            return F.linear(x, self.head_weight)
+            return self.logits(x)
         if targets.shape != tokens.shape:
             given, expected = tuple(targets.shape), tuple(tokens.shape)
             raise HeadgateError(f"targets have shape {given}; expected the tokens' shape {expected}")
@@ -197,11 +185,17 @@ class Decoder(nn.Module):
         return max(64, min(1024, LOSS_CHUNK_ELEMENTS // self.config.vocab_size))
 
     def loss(self, x: Tensor, targets: Tensor, *, reduction: Literal["mean", "sum", "none"]) -> Tensor:
-        """The cross-entropy of final states (B,T,C), as `forward` gives it."""
+        """The cross-entropy of final states (B,T,C), as `forward` gives it. An output layer with an adapter
+        or hooks makes all logits at once."""
+        if not self.config.tied_embeddings and not is_plain(self.head):
+            flat = self.logits(x).flatten(0, 1).float()
+            loss = F.cross_entropy(flat, targets.flatten(), ignore_index=-100, reduction=reduction)
+            return loss.unflatten(0, targets.shape) if reduction == "none" else loss
+        weight = self.embedding.weight if self.config.tied_embeddings else self.head.weight
         options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=min(self._chunk, targets.numel()))
         loss = F.linear_cross_entropy(
             x.flatten(0, 1),
-            self.head_weight,
+            weight,
             targets.flatten(),
             ignore_index=-100,
             reduction=reduction,
@@ -240,9 +234,11 @@ class Decoder(nn.Module):
             cache.advance(tokens.shape[1])
         return cast(Tensor, self.norm(x))
 
-    @property
-    def head_weight(self) -> Tensor:
-        return self.embedding.weight if self.config.tied_embeddings else self.head.weight
+    def logits(self, x: Tensor) -> Tensor:
+        """Of final states (...,C): (...,V)."""
+        if self.config.tied_embeddings:
+            return F.linear(x, self.embedding.weight)
+        return cast(Tensor, self.head(x))
 
     def new_cache(self, most: int | None = None) -> Cache:
         """An empty cache; `most` tokens is the longest a row will get, if that is known."""

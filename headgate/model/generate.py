@@ -13,7 +13,6 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from headgate.errors import HeadgateError
@@ -158,7 +157,7 @@ def generate(
         with nullcontext() if skip_below is None else skipping(decoder, skip_below):
             rows, cache, states = prefill(decoder, given, max_new_tokens, prefill_chunk)
             while True:
-                chosen = sampler(F.linear(states, decoder.head_weight), rows)
+                chosen = sampler(decoder.logits(states), rows)
                 left = []
                 for place, (row, token) in enumerate(zip(rows, chosen.tolist(), strict=True)):
                     completion = completions[row]

@@ -184,12 +184,15 @@ class HeadgateForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mis
         with_logits = self.config.return_logits if return_logits is None else return_logits
         if with_logits or labels is None:
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            logits = F.linear(hidden[:, kept] if labels is None else hidden, self.decoder.head_weight)
+            logits = self.decoder.logits(hidden[:, kept] if labels is None else hidden)
         if labels is not None:
             targets = shifted_labels(labels, spans)
-            total = self._loss_sum(hidden, logits, targets)
-            count = (targets != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
-            loss = total / count
+            count = (targets != IGNORED).sum()
+            loss = self._loss_sum(hidden, logits, targets) / count
+            if num_items_in_batch is not None:
+                # Trainer counts the labels behind a row's first column, which with padding are more than the
+                # targets: a row's first token has none before it.
+                loss = loss.where(count > 0, 0) * (labels[:, 1:] != IGNORED).sum() / num_items_in_batch
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
         return output.to_tuple() if return_dict is False else output
 

@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
+
 from headgate.config import MechanismSpec, ModelConfig, from_dict
 from headgate.errors import HeadgateError
-from headgate.mechanisms.contract import make_options
+from headgate.mechanisms.contract import MECHANISMS, Heads, make_options
 
 FAMILIES = ("qwen2", "qwen3")
 ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -175,15 +177,20 @@ def _window(config: ModelConfig, layer: int) -> int | None:
         raise HeadgateError(
             f"layer {layer} has positions=none, but Qwen rotates the keys of every layer; write --to headgate"
         )
-    if spec.name == "full":
-        return None
-    if spec.name == "local" and getattr(options, "global_tokens", 0) == 0:
-        window: int = getattr(options, "window")  # noqa: B009 - of LocalOptions, known by name alone here
-        return window
-    raise HeadgateError(
-        f"the attention of layer {layer} is {spec.name!r}, which no Qwen computes; only 'full', and 'local' "
-        "without global tokens, can be written as Qwen, so write --to headgate"
-    )
+    heads = Heads(config.d_model, config.n_heads, config.n_kv_heads, config.head_dim)
+    with torch.device("meta"):
+        span = MECHANISMS.get(spec.name)(heads, options).plain_span()
+    if span is None or span.pinned or (span.window is not None and span.dense_prefix > span.window + 1):
+        raise HeadgateError(
+            f"the attention of layer {layer} is {spec.name!r}, which no Qwen computes; only 'full' and a "
+            "plain window, under whatever name, can be written as Qwen, so write --to headgate"
+        )
+    if span.window == 0:
+        raise HeadgateError(
+            f"layer {layer} has window=0, so that a token sees itself alone; transformers decodes a window "
+            "of one key wrongly, so write --to headgate"
+        )
+    return span.window
 
 
 def tensor_names(config: ModelConfig) -> dict[str, str]:

@@ -1,14 +1,15 @@
 """Attention over whole blocks of keys chosen by their mean, and the query's own block up to itself.
 
-The own block is ordinary causal attention with blocks as a batch. For the chosen ones, the (query, block)
-choices are sorted by block and cut into tiles of queries that share a block, so that all work is batched
-matrix products over tiles, and its amount follows the choices: T * (block + k_i). Both parts are merged by
-their log-sum-exps.
+The (query, block) choices are sorted by block and cut into tiles of queries that share a block, so that all
+work is matrix products over tiles, and its amount follows the choices: T * (block + k_i). In plain PyTorch
+the own block is ordinary causal attention with blocks as a batch, and both parts are merged by their
+log-sum-exps.
 
 Shapes: q (B,H,Tq,D); k, v (B,G,Tk,D); chosen blocks (B,H,Tq,S), -1 where a query has fewer than S.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,8 +19,10 @@ from torch import Tensor
 
 from headgate.errors import HeadgateError
 from headgate.ops import flex, reference
-from headgate.ops.dispatch import Op, check
+from headgate.ops.blocks_native import blocks_attention, choose
+from headgate.ops.dispatch import Op, check, forced_backend
 from headgate.ops.registration import refuse_gradient, register, register_gradient
+from headgate.ops.span import native
 from headgate.ops.span.op import branch_path, causal_gradients, span_attention
 from headgate.ops.span.tiled import accumulator
 from headgate.ops.tiles import query_tiles
@@ -82,32 +85,34 @@ def choose_blocks(
     scale: float = 1.0,
     top_k: int | None = None,
     by: Literal["product", "weight"] = "product",
-    means: Tensor | None = None,
+    means: Sequence[Tensor] | None = None,
 ) -> Tensor:
     """The blocks each query attends to beside its own, best first: (B,H,Tq,S), -1 for none.
 
     By the rule of `scale`, or `top_k` of them wherever there are as many. Blocks are ranked by q . mean(keys)
     for each head; or, by weight, all heads of a group choose alike: by their attention over the blocks' mean
     keys, summed, the sequence's first block being chosen always. Ties go to the later block.
-    `means`: what `block_means(k, block)` gives, if it is known already.
+    `means`: of the keys' blocks, and whatever follows, if they are known already.
     """
     with torch.autocast(q.device.type, enabled=False):
         wide = accumulator(q)
-        if means is None:
-            means = block_means(k.to(wide), block)
-        return _choose(q.to(wide), k, means.to(wide), block, scale, top_k, by == "weight")
+        of_keys = block_means(k.to(wide), block) if means is None else means[0].to(wide)
+        return _choose(q.to(wide), k, of_keys, block, scale, top_k, by == "weight")
 
 
 def _choose(
     q: Tensor, k: Tensor, means: Tensor, block: int, scale: float, top_k: int | None, by_weight: bool
 ) -> Tensor:
     offset, n = k.shape[2] - q.shape[2], k.shape[2] // block
-    means = means.flip(2)  # later first: argmax takes the first
     positions = torch.arange(offset, k.shape[2], device=q.device)
     counts = positions // block
     if top_k is None:
         counts = torch.minimum(counts, -(-reference.top_count(positions, scale) // block))
     slots = _slots(k.shape[2] - 1, block, scale, top_k)
+    if forced_backend() in ("auto", "native") and native.refuse(q) is None:
+        chosen = choose(q, means, counts, slots=slots, block=block, offset=offset, by_weight=by_weight)
+        return reference.per_head(q, chosen)
+    means = means.flip(2)  # later first: argmax takes the first
     heads = k.shape[1] if by_weight else q.shape[1]
     chosen = torch.full((q.shape[0], heads, q.shape[2], slots), -1, dtype=torch.int64, device=q.device)
     for a, b in query_tiles(q.shape[2], q.shape[0] * q.shape[1] * n, most=1024):
@@ -138,8 +143,28 @@ def _choose(
 
 def block_means(t: Tensor, block: int) -> Tensor:
     """The mean of every complete block: (B,G,blocks,D)."""
-    n = t.shape[2] // block
-    return t[:, :, : n * block].unflatten(2, (n, block)).mean(3)
+    means: Tensor = _BlockMeans.apply(t, block)
+    return means
+
+
+class _BlockMeans(torch.autograd.Function):
+    """With a gradient in the memory order of the input: others are added to it."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, block: int) -> Tensor:
+        ctx.save_for_backward(t)
+        ctx.block = block
+        n = t.shape[2] // block
+        return t[:, :, : n * block].unflatten(2, (n, block)).mean(3)
+
+    @staticmethod
+    def backward(ctx: Any, d_means: Tensor) -> tuple[Tensor, None]:
+        (t,) = ctx.saved_tensors
+        n = d_means.shape[2]
+        spread = (d_means / ctx.block)[:, :, :, None].expand(-1, -1, -1, ctx.block, -1)
+        d_t = torch.zeros_like(t)
+        d_t[:, :, : n * ctx.block].unflatten(2, (n, ctx.block)).copy_(spread)
+        return d_t, None
 
 
 def _slots(position: int, block: int, scale: float, top_k: int | None) -> int:
@@ -147,6 +172,13 @@ def _slots(position: int, block: int, scale: float, top_k: int | None) -> int:
     tensors, which would break a graph being traced."""
     wanted = -(-math.ceil(scale * math.sqrt(position + 1)) // block) if top_k is None else top_k
     return min(wanted, position // block)
+
+
+@BLOCKS.path("native", refuse=lambda q, *args, **options: native.refuse(q))
+def _native(q: Tensor, k: Tensor, v: Tensor, *, block: int, scale: float, chosen: Tensor | None) -> Tensor:
+    chosen = choose_blocks(q, k, block=block, scale=scale) if chosen is None else chosen
+    out: Tensor = blocks_attention(q, k, v, chosen, block, k.shape[2] - q.shape[2])[0]
+    return out
 
 
 @BLOCKS.path("flex", refuse=flex.refuse)

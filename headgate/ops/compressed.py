@@ -1,6 +1,8 @@
 """Attention over the mean key and the mean value of every complete block before the query's own."""
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,34 +10,62 @@ from torch import Tensor
 from headgate.errors import HeadgateError
 from headgate.ops import reference
 from headgate.ops.blocks import block_means
+from headgate.ops.blocks_native import blocks_attention
 from headgate.ops.dispatch import Op, check
+from headgate.ops.span import native
+from headgate.ops.span.op import attention
+from headgate.ops.span.options import Span
 from headgate.ops.span.tiled import accumulator
 from headgate.ops.tiles import query_tiles, recomputed
 
 COMPRESSED = Op("compressed_attention")
 
 
-def compressed_attention(q: Tensor, k: Tensor, v: Tensor, *, block: int, backend: str = "auto") -> Tensor:
+def compressed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    block: int,
+    means: Sequence[Tensor] | None = None,
+    backend: str = "auto",
+) -> Tensor:
     """Softmax over the means of the aligned blocks that end before the query's own begins; 0 for the queries
-    of the first block, which has none before it. The keys begin at 0."""
+    of the first block, which has none before it. The keys begin at 0.
+
+    `means`: `block_means` of k and of v, if they are known already, as when decoding; no gradient reaches k
+    and v through them.
+    """
     check(q, k, v)
     if block < 1:
         raise HeadgateError(f"block={block} is too small; it must be at least 1")
-    result: Tensor = COMPRESSED(backend, q, k, v, block=block)
+    result: Tensor = COMPRESSED(backend, q, k, v, block=block, means=means)
     return result
 
 
+@COMPRESSED.path("native", refuse=lambda q, *args, **options: native.refuse(q))
+def _native(q: Tensor, k: Tensor, v: Tensor, *, block: int, means: Sequence[Tensor] | None) -> Tensor:
+    keys, values = means or (block_means(k, block), block_means(v, block))
+    offset = k.shape[2] - q.shape[2]
+    if q.shape[2] == 1 and offset >= block:
+        seen = offset // block
+        return attention(q, keys[:, :, :seen], values[:, :, :seen], Span(), backend="native")
+    out: Tensor = blocks_attention(q, keys, values, None, block, offset)[0]
+    return out
+
+
 @COMPRESSED.path("torch")
-def _torch(q: Tensor, k: Tensor, v: Tensor, *, block: int) -> Tensor:
+def _torch(q: Tensor, k: Tensor, v: Tensor, *, block: int, means: Sequence[Tensor] | None) -> Tensor:
     with torch.autocast(q.device.type, enabled=False):
         wide = accumulator(q)
-        return _attend(q.to(wide), k.to(wide), v.to(wide), block).to(q.dtype)
+        keys, values = means or (block_means(t.to(wide), block) for t in (k, v))
+        offset = k.shape[2] - q.shape[2]
+        return _attend(q.to(wide), keys.to(wide), values.to(wide), block, offset).to(q.dtype)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, block: int) -> Tensor:
-    offset, groups = k.shape[2] - q.shape[2], k.shape[1]
+def _attend(q: Tensor, keys: Tensor, values: Tensor, block: int, offset: int) -> Tensor:
+    groups = keys.shape[1]
     first = min(q.shape[2], max(0, block - offset))  # the first query with a block before its own
-    keys, values = block_means(k, block), block_means(v, block)
 
     def tile(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
         grouped = q.unflatten(1, (groups, -1)).flatten(2, 3)
@@ -53,4 +83,6 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, block: int) -> Tensor:
     return torch.cat(parts, 2)
 
 
-COMPRESSED.path("reference")(reference.compressed_attention)
+@COMPRESSED.path("reference")
+def _reference(q: Tensor, k: Tensor, v: Tensor, *, block: int, means: Any) -> Tensor:
+    return reference.compressed_attention(q, k, v, block=block)

@@ -1,5 +1,6 @@
-"""Two branches of attention become one: over disjoint keys by their log-sum-exps, or mixed by a gate."""
+"""Branches of attention become one: over disjoint keys by their log-sum-exps, or weighed by gates."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,3 +45,28 @@ class _Mixed(torch.autograd.Function):
         d_first = d_out * gate
         d_gate = torch.linalg.vecdot(d_out, first - second)[..., None]
         return d_first, d_out - d_first, d_gate
+
+
+def weighted_sum(parts: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """The sum of parts (B,H,T,D), each times its weights (B,H,T,1)."""
+    result: Tensor = _WeightedSum.apply(*parts, *weights)
+    return result
+
+
+class _WeightedSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *given: Tensor) -> Tensor:
+        ctx.save_for_backward(*given)
+        parts, weights = given[: len(given) // 2], given[len(given) // 2 :]
+        out = parts[0] * weights[0]
+        for part, weight in zip(parts[1:], weights[1:], strict=True):
+            out.addcmul_(part, weight)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, ...]:
+        given = ctx.saved_tensors
+        parts, weights = given[: len(given) // 2], given[len(given) // 2 :]
+        of_weights = (torch.linalg.vecdot(d_out, part)[..., None] for part in parts)
+        return *(d_out * weight for weight in weights), *of_weights

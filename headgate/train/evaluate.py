@@ -1,10 +1,9 @@
 """Evaluation: the loss over fixed tokens, where in the context it falls, and what the gates do meanwhile."""
 
-import itertools
 import math
 import os
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,20 @@ import torch
 from torch import Tensor
 
 from headgate.config import Config
+from headgate.data.answers import AnswerGroup, distances, position_bins
 from headgate.data.loader import IGNORED, Windows
-from headgate.data.recall import distances
 from headgate.data.shards import check_range, open_split, read_manifest, sha256
 from headgate.errors import HeadgateError
-from headgate.files import finite
+from headgate.files import finite, kind
 from headgate.mechanisms.contract import probe
 from headgate.model.decoder import Decoder, header_config, load, model_file
+from headgate.model.tensors import read_tensors, write_tensors
 from headgate.train import checkpoint
 from headgate.train.distributed import World, join
 from headgate.train.folder import RunFolder, describe_data, read_config, read_data
+
+DOCUMENTS = "documents.safetensors"
+"""The file of a run folder with the loss of each validation document."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +65,22 @@ class DistanceAnswers:
 
 
 @dataclass(frozen=True)
+class PairsAnswers:
+    """The answers in samples with so many pairs of key and value."""
+
+    pairs: int
+    tokens: int
+    loss: float
+    accuracy: float
+
+
+@dataclass(frozen=True)
 class Answers:
-    """Of data whose loss mask picks out answers, such as recall's: how many were the likeliest token."""
+    """Of data whose loss mask picks out answers, such as a task's: how many were the likeliest token."""
 
     accuracy: float
     by_distance: tuple[DistanceAnswers, ...]
+    by_pairs: tuple[PairsAnswers, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -83,11 +97,26 @@ class Evaluation:
     gates: tuple[GateStatistics, ...]
     answers: Answers | None = None
     """Where the split has a loss mask."""
+    documents: "DocumentLosses | None" = None
+    """Of each document, if that was asked for and the documents are known."""
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON, which knows no NaN: a number that is not finite becomes null."""
-        plain: dict[str, Any] = finite(asdict(self))
+        """For JSON, which knows no NaN: a number that is not finite becomes null. Without the documents."""
+        plain: dict[str, Any] = finite(asdict(replace(self, documents=None)))
+        plain.pop("documents")
         return plain
+
+
+@dataclass(frozen=True, eq=False)
+class DocumentLosses:
+    """The loss of each document of a split in which a target counts, in the order of the split."""
+
+    loss: np.ndarray
+    """float64: nats, summed over the document's targets that count."""
+    tokens: np.ndarray
+    """int64: how many those are."""
+    document: np.ndarray
+    """int64: the document's number in the split; rising."""
 
 
 def evaluate(
@@ -98,36 +127,49 @@ def evaluate(
     batch_size: int = 1,
     precision: str = "fp32",
     world: World | None = None,
+    by_document: bool = False,
+    document_tokens: int | None = None,
 ) -> Evaluation:
     """Evaluate the first `tokens` tokens (whole windows, at least one), or all; every rank must call it.
 
-    `batch_size` is the number of windows of one forward pass over all ranks.
+    `batch_size` is the number of windows of one forward pass over all ranks. `by_document` adds the loss of
+    each document, over the first `document_tokens` tokens or all.
     """
     world = world or World(0, 1, next(decoder.parameters()).device)
-    count = len(windows) if tokens is None else min(len(windows), max(1, tokens // windows.length))
+    count = _whole_windows(windows, tokens)
     share = -(-batch_size // world.size)
+    documents = _DocumentSums(windows, world) if by_document and windows.has_documents else None
     losses = torch.zeros(windows.length, dtype=torch.float64)
     counted = torch.zeros(windows.length, dtype=torch.float64)
-    answers = torch.zeros(3, windows.length, dtype=torch.float64)  # tokens, loss, right; by distance
+    groups = _answer_groups(windows)
+    answers = torch.zeros(3, len(groups), dtype=torch.float64)  # tokens, loss, right; by group
     gates: dict[str, Tensor] = {}
+    passes = [(first, count) for first in range(0, count, share * world.size)]
+    if documents is not None:
+        end = _whole_windows(windows, document_tokens)
+        passes += [(first, end) for first in range(count, end, share * world.size)]
     with torch.no_grad():
-        for first in range(0, count, share * world.size):
+        for first, end in passes:
             mine = first + world.rank * share + np.arange(share)
             # Where the windows run out a rank computes one in vain: shared-out weights need every rank.
-            x, targets = windows.read(np.minimum(mine, count - 1))
-            targets[torch.from_numpy(mine >= count)] = IGNORED
-            x, targets = x.to(world.device), targets.to(world.device)
+            inside, mine = torch.from_numpy(mine < end).to(world.device), np.minimum(mine, end - 1)
+            x, targets = (t.to(world.device) for t in windows.read(mine))
+            targets[~inside] = IGNORED
             with autocast(world.device, precision):
                 if first == 0:
                     with probe(decoder) as seen, _uncompiled(decoder):
                         loss = decoder(x, targets, reduction="none")
-                    inside = torch.from_numpy(mine < count).to(world.device)
                     gates = {name: _moments(values[0][inside]) for name, values in sorted(seen.items())}
                 else:
                     loss = decoder(x, targets, reduction="none")
+                if documents is not None:
+                    documents.add(mine, targets, loss)
+                if first >= count:
+                    continue
                 if windows.has_loss:
                     right = decoder(x, predict=True) == targets
-                    answers += _by_distance(x, targets, loss, right, windows.length)
+                    marks = windows.marks(mine) if windows.answer_groups else None
+                    answers += _by_group(x, targets, loss, right, marks, len(groups))
             losses += loss.double().sum(0).cpu()
             counted += (targets != IGNORED).sum(0).cpu()
     losses, counted = (world.sum_tensor(t.to(world.device)).cpu() for t in (losses, counted))
@@ -152,33 +194,103 @@ def evaluate(
             if counted[first:end].any()
         ),
         gates=statistics,
-        answers=_answers(answers) if windows.has_loss else None,
+        answers=_answers(answers, groups) if windows.has_loss else None,
+        documents=None if documents is None else documents.total(),
     )
 
 
-def _by_distance(x: Tensor, targets: Tensor, loss: Tensor, right: Tensor, length: int) -> Tensor:
+def _whole_windows(windows: Windows, tokens: int | None) -> int:
+    return len(windows) if tokens is None else min(len(windows), max(1, tokens // windows.length))
+
+
+class _DocumentSums:
+    """Adds up losses and targets by document."""
+
+    def __init__(self, windows: Windows, world: World) -> None:
+        self.windows, self.world = windows, world
+        self.sums = torch.zeros(2, windows.documents, dtype=torch.float64)  # loss, targets
+
+    def add(self, windows: np.ndarray, targets: Tensor, loss: Tensor) -> None:
+        counted = (targets != IGNORED).cpu()
+        numbers = self.windows.target_documents(windows)[counted]
+        values = torch.stack([loss.double().cpu()[counted], torch.ones(len(numbers), dtype=torch.float64)])
+        self.sums.index_add_(1, numbers, values)
+
+    def total(self) -> DocumentLosses:
+        """Over all ranks."""
+        loss, tokens = self.world.sum_tensor(self.sums.to(self.world.device)).cpu()
+        seen = torch.nonzero(tokens).squeeze(1)
+        return DocumentLosses(loss[seen].numpy(), tokens[seen].long().numpy(), seen.numpy())
+
+
+def write_document_losses(run: str | os.PathLike[str], losses: DocumentLosses) -> None:
+    path = Path(run) / DOCUMENTS
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write_tensors(temporary, {name: torch.from_numpy(values) for name, values in vars(losses).items()})
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_document_losses(run: str | os.PathLike[str]) -> DocumentLosses | None:
+    """What the last evaluation of a run kept of each validation document; None if it kept nothing: the run is
+    not finished, is of an earlier version, or its data has no index of documents."""
+    path = Path(run) / DOCUMENTS
+    if kind(path) == "missing":
+        return None
+    found = read_tensors(path)
+    expected = {"loss": torch.float64, "tokens": torch.int64, "document": torch.int64}
+    types = {name: values.dtype for name, values in found.items()}
+    if types != expected or len({values.shape for values in found.values()}) > 1 or found["loss"].ndim != 1:
+        raise HeadgateError(
+            f"{str(path)!r} does not hold the losses of documents; expected loss, tokens and document, of "
+            "one length each"
+        )
+    return DocumentLosses(*(found[name].numpy() for name in expected))
+
+
+def _answer_groups(windows: Windows) -> tuple[AnswerGroup, ...]:
+    """Those of a task, or one for each bin of distances."""
+    return windows.answer_groups or tuple(AnswerGroup(place) for place in position_bins(windows.length))
+
+
+def _by_group(
+    x: Tensor, targets: Tensor, loss: Tensor, right: Tensor, marks: np.ndarray | None, groups: int
+) -> Tensor:
+    """Sums over the answers of each group; without marks the distances are searched for."""
     asked = (targets != IGNORED).cpu()
-    tokens, answers = x.cpu().numpy(), targets.cpu().numpy()
-    place = torch.from_numpy(distances(tokens, answers, asked.numpy()))[asked]
+    if marks is not None:
+        group = torch.from_numpy(marks)[asked] - 1
+    else:
+        far = torch.from_numpy(distances(x.cpu().numpy(), targets.cpu().numpy(), asked.numpy()))[asked]
+        firsts = torch.tensor([first for first, _ in position_bins(x.shape[1])])
+        group = torch.bucketize(far, firsts, right=True) - 1
     values = torch.stack([asked.double(), loss.double().cpu(), right.double().cpu()])[:, asked]
-    return torch.zeros(3, length, dtype=torch.float64).index_add_(1, place, values)
+    return torch.zeros(3, groups, dtype=torch.float64).index_add_(1, group, values)
 
 
-def _answers(sums: Tensor) -> Answers:
-    tokens, loss, right = sums
-    bins = []
-    for first, end in position_bins(sums.shape[1]):
-        count = int(tokens[first:end].sum())
-        if count and first:  # at distance 0 are those whose key was not seen before
-            means = (values[first:end].sum().item() / count for values in (loss, right))
-            bins.append(DistanceAnswers(first, end, count, *means))
-    return Answers(right.sum().item() / max(1.0, tokens.sum().item()), tuple(bins))
+def _answers(sums: Tensor, groups: tuple[AnswerGroup, ...]) -> Answers:
+    def judged(**kind: object) -> tuple[int, float, float]:
+        """Tokens, mean loss and accuracy of the answers of one kind."""
+        ((name, value),) = kind.items()
+        of_kind = sums[:, [n for n, group in enumerate(groups) if getattr(group, name) == value]].sum(1)
+        tokens, loss, right = of_kind.tolist()
+        return int(tokens), loss / max(1.0, tokens), right / max(1.0, tokens)
 
-
-def position_bins(length: int) -> list[tuple[int, int]]:
-    """Bins of positions that double in width: 0, 1, 2-3, 4-7, and so on to the end of the context."""
-    edges = [0, *(1 << n for n in range(length.bit_length()) if 1 << n < length), length]
-    return list(itertools.pairwise(edges))
+    # At distance 0 are those whose key was not seen before.
+    places = sorted({group.distance for group in groups if group.distance is not None and group.distance[0]})
+    counts = sorted({group.pairs for group in groups if group.pairs is not None})
+    total, _, right = sums.sum(1).tolist()
+    return Answers(
+        right / max(1.0, total),
+        tuple(
+            DistanceAnswers(first, end, *found)
+            for first, end in places
+            if (found := judged(distance=(first, end)))[0]
+        ),
+        tuple(PairsAnswers(count, *found) for count in counts if (found := judged(pairs=count))[0]),
+    )
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:

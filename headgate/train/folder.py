@@ -6,6 +6,7 @@ init.json        which weights it began with, if it was given any
 tokenizer.json   a copy, so that the model can be used without the data
 metrics.jsonl    one JSON object a step
 checkpoints/     step-N, the latest ones and the best
+documents.safetensors   the last evaluation's loss of each validation document
 summary.json     at the end
 """
 
@@ -35,7 +36,7 @@ WALL_CLOCK = ("seconds", "tokens_per_second", "memory_peak")
 """The fields of a metrics line that the machine decides; all others come out the same in every run."""
 SMALL = ("config.json", "data.json", "init.json", "tokenizer.json")
 """What a run writes as it begins."""
-LEFTOVER = re.compile(r"\.(step-\d{8}|[a-z]+\.json\.\d+)\.tmp")
+LEFTOVER = re.compile(r"\.(step-\d{8}|[a-z]+\.(json|safetensors)\.\d+)\.tmp")
 """What a killed process was writing."""
 
 

@@ -36,7 +36,7 @@ from headgate.progress import Progress, duration
 from headgate.train import checkpoint
 from headgate.train.checkpoint import State
 from headgate.train.distributed import World, hold_gradients, join
-from headgate.train.evaluate import autocast, evaluate
+from headgate.train.evaluate import autocast, evaluate, write_document_losses
 from headgate.train.folder import (
     DataRecord,
     RunFolder,
@@ -253,7 +253,11 @@ class Trainer:
             batch_size=train.batch_size,
             precision=train.precision,
             world=self.world,
+            by_document=self.state.step == train.steps,
+            document_tokens=train.document_tokens,
         )
+        if result.documents is not None and self.world.is_first:
+            write_document_losses(self.folder.path, result.documents)
         validation = result.to_dict()
         line["gates"] = validation.pop("gates")
         line["validation"] = validation

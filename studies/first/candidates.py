@@ -21,7 +21,7 @@ from headgate import ops
 from headgate.config import Config, load, override
 from headgate.machine import keep_memory
 from headgate.mechanisms.contract import Heads, Past, register
-from headgate.mechanisms.gates import HeadGate, head_weights
+from headgate.mechanisms.gates import head_weights, openness
 from headgate.mechanisms.near_far import NearFar, NearFarOptions
 from headgate.mechanisms.sparse_geometric import SparseGeometric, SparseGeometricOptions
 from headgate.train.loop import train
@@ -44,7 +44,7 @@ class Candidate(NearFar):
     def __init__(self, heads: Heads, options: CandidateOptions) -> None:
         super().__init__(heads, options)
         if options.channels:
-            self.gate = HeadGate(heads.d_model, heads.n_heads * heads.head_dim)
+            self.gate = nn.Linear(heads.d_model, heads.n_heads * heads.head_dim)
         self.smear = None if options.smear == "none" else nn.Parameter(torch.empty(heads.n_kv_heads))
 
     def initialise(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
@@ -68,7 +68,7 @@ class Candidate(NearFar):
         attended = super().attend(x, q, k, v, past)
         self.gate = gate
         assert gate is not None
-        return gate(x).unflatten(-1, q.shape[1::2]).transpose(1, 2) * attended
+        return openness(gate(x)).unflatten(-1, q.shape[1::2]).transpose(1, 2) * attended
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from waiting import HANG
 
-from headgate.compare.variants import PAPERS, parse_variants
+from headgate.compare.variants import parse_variants
 from headgate.config import Config, load, override
 from headgate.mechanisms import MECHANISMS
+from headgate.mechanisms.contract import on_shelf
 
 ROOT = Path(__file__).parents[2]
 SHORT = "train.steps=2 train.warmup_steps=1 train.evaluate_every=2 train.evaluate_tokens=256"
@@ -50,7 +51,7 @@ def test_its_commands_name_every_mechanism_and_every_ablation_of_the_papers() ->
             first = [n for n in MECHANISMS.names() if MECHANISMS.get(n).shelf != "second shelf"]
             assert {v.mechanism[0].name for v in variants} == set(first) - {"output-gated-example"}
             ablated = {(v.mechanism[0].name, v.ablation) for v in variants if v.ablation}
-            for name in (*PAPERS, "near-far"):
+            for name in (*on_shelf("papers"), "near-far"):
                 assert {a for n, a in ablated if n == name} == set(MECHANISMS.get(name).ablations)
 
 

@@ -18,17 +18,18 @@ from headgate.compare import study as study_module
 from headgate.compare.results import differences_to, study_results
 from headgate.compare.study import run_study
 from headgate.compare.tables import print_against
-from headgate.compare.variants import PAPERS, Variant, parse_variants, with_ablations
+from headgate.compare.variants import Variant, parse_variants, with_ablations
 from headgate.config import Config, MechanismSpec, StudyOptions
 from headgate.errors import HeadgateError
 from headgate.measure.costs import crossover, step_seconds
+from headgate.mechanisms.contract import on_shelf
 from headgate.report.reading import read_results
 from headgate.train.folder import last_step, read_metrics
 
 
 def test_variants_are_written_in_words(micro: Config) -> None:
     model = micro.model
-    assert [v.label for v in parse_variants([], model)] == ["full", *PAPERS]
+    assert [v.label for v in parse_variants([], model)] == ["full", *on_shelf("papers")]
     plain, labelled, ablation, pattern = parse_variants(
         ["sparse-geometric:gate=log@log <b>", "dynamic-sparse:no-gate", "local:window=3+full"], model
     )
@@ -289,8 +290,9 @@ def test_own_claims_stay_with_the_study(study: Path, tmp_path: Path) -> None:
     assert command[command.index("--claims") + 1] == str(study / "claims.json")
 
 
-def test_bad_claims_are_refused_before_anything_is_trained(data: Path, tmp_path: Path) -> None:
-    names, _, out, settings, options = asked(tmp_path / "out", data)
+def test_bad_claims_are_refused_before_anything_is_trained(data: Path, micro: Config, tmp_path: Path) -> None:
+    names, _, out, settings, _ = asked(tmp_path / "out", data)
+    options = StudyOptions(recipe=str(write_recipe(micro, tmp_path)))
     for claims, message in [(CLAIM | {"variant": "locl"}, "did you mean 'local'"), ({}, "is missing")]:
         path = tmp_path / "bad.json"
         path.write_text(json.dumps({"paper": "mine", "claims": [claims]}))

@@ -163,18 +163,21 @@ def test_document_ids_follow_the_index(size: tuple[int, int, int]) -> None:
     tokens, length, shard_tokens = size
     with tempfile.TemporaryDirectory() as folder:
         split = make_split(Path(folder), max(tokens, length + 1), shard_tokens=shard_tokens)
-        document_of = []
+        document_of: list[int] = []
+        documents = 0
         for shard in split.shards:
-            ends = shard.load_ends().tolist()
-            for start, end in itertools.pairwise([0, *ends]):
-                document_of += [(shard.path, end)] * (end - start)
+            for start, end in itertools.pairwise([0, *shard.load_ends().tolist()]):
+                document_of += [documents] * (end - start)
+                documents += 1
         loader = Loader(split, length=length, batch_size=2, document_ids=True)
+        assert loader.windows.documents == documents
         for _ in range(len(loader.windows)):
             inputs, _, ids = next(loader)
-            for row, row_ids in zip(inputs.tolist(), ids.tolist(), strict=True):
-                expected = [document_of[token] for token in row]
-                changes = [int(a != b) for a, b in itertools.pairwise(expected)]
-                assert row_ids == [0, *itertools.accumulate(changes)]
+            assert ids.tolist() == [[document_of[token] for token in row] for row in inputs.tolist()]
+        everything = range(len(loader.windows))
+        of_targets = loader.windows.target_documents(everything)
+        tokens = loader.windows.read(everything)[0] + 1
+        assert of_targets.tolist() == [[document_of[token] for token in row] for row in tokens.tolist()]
 
 
 def test_documents_without_tokens_lose_no_boundary(tmp_path: Path) -> None:

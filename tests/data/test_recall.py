@@ -10,11 +10,14 @@ import pytest
 import torch
 from data_examples import Run, tree
 
-from headgate.data import recall as making
 from headgate.data import shards
+from headgate.data.answers import distances
 from headgate.data.loader import IGNORED, Windows
-from headgate.data.recall import Recall, distances, parse, prepare_recall, sequences
 from headgate.data.shards import check_data, open_split
+from headgate.data.tasks import parse_task
+from headgate.data.tasks import writing as making
+from headgate.data.tasks.recall import Recall, sequences
+from headgate.data.tasks.writing import prepare_task
 from headgate.data.tokenizers import Tokenizer
 from headgate.errors import HeadgateError
 
@@ -24,9 +27,9 @@ SOURCE = "recall:context=64,pairs=6,queries=5,keys=12,values=9,noise=7,sequences
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("recall") / "data"
-    recall = parse(SOURCE)
+    recall = parse_task(SOURCE)
     assert recall is not None
-    prepare_recall(recall, SOURCE, (80, 10, 10), out)
+    prepare_task(recall, SOURCE, out)
     return out
 
 
@@ -78,9 +81,9 @@ def test_distances_reach_over_the_context_evenly_in_doublings(joined: bool) -> N
 
 def test_a_joined_pair_is_its_own_answer(tmp_path: Path) -> None:
     source = "recall:context=64,pairs=6,queries=5,keys=12,values=9,noise=7,sequences=40,joined=true"
-    recall = parse(source)
+    recall = parse_task(source)
     assert recall is not None
-    prepare_recall(recall, source, (80, 10, 10), tmp_path / "data")
+    prepare_task(recall, source, tmp_path / "data")
     tokenizer = Tokenizer((tmp_path / "data/tokenizer.json").read_text())
     assert tokenizer.vocab_size == recall.vocab_size == 1 + 12 + 12 * 9 + 7
     tokens, targets = Windows(open_split(tmp_path / "data", "train"), 64).read([0])
@@ -148,37 +151,37 @@ def test_in_the_current_folder(
 
 
 def test_two_at_once_are_kept_apart(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recall, out = parse(SOURCE), tmp_path / "data"
+    recall, out = parse_task(SOURCE), tmp_path / "data"
     assert recall is not None
     write, context = making._write, multiprocessing.get_context("fork")
 
     def meanwhile(*arguments: Any) -> None:
-        process = context.Process(target=prepare_recall, args=(recall, SOURCE, (80, 10, 10), out))
+        process = context.Process(target=prepare_task, args=(recall, SOURCE, out))
         process.start()
         process.join()
         assert process.exitcode == 1
         write(*arguments)
 
     monkeypatch.setattr(making, "_write", meanwhile)
-    prepare_recall(recall, SOURCE, (80, 10, 10), out)
+    prepare_task(recall, SOURCE, out)
     assert tree(out) == tree(folder)
 
 
 def test_an_interrupted_one_begins_again(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recall, out = parse(SOURCE), tmp_path / "data"
+    recall, out = parse_task(SOURCE), tmp_path / "data"
     assert recall is not None
     context = multiprocessing.get_context("fork")
     with monkeypatch.context() as patch:
         patch.setattr(shards, "publish", lambda *arguments: os._exit(9))
-        process = context.Process(target=prepare_recall, args=(recall, SOURCE, (80, 10, 10), out))
+        process = context.Process(target=prepare_task, args=(recall, SOURCE, out))
         process.start()
         process.join()
     assert process.exitcode == 9
     with pytest.raises(HeadgateError, match="is not finished"):
         open_split(out, "train")
-    prepare_recall(recall, SOURCE, (80, 10, 10), out)
+    prepare_task(recall, SOURCE, out)
     assert tree(out) == tree(folder)
 
 

@@ -101,6 +101,36 @@ def test_there_and_back_the_logits_are_the_same(family: str, tmp_path: Path) -> 
         assert torch.equal(back.state_dict()[name], parameter), name
 
 
+PLAIN = {
+    "head-gated:global-only": None,
+    "head-gated:gate=local,window=6": 7,
+    "dynamic-sparse:gate=open,window=6,dense_prefix=7": 7,
+    "dynamic-sparse:gate=open,window=null": None,
+    "near-far:gate=open,stretch=1,window=6": 7,
+    "context-adaptive:gate=local,width=fixed,window=6": 7,
+    "gated:no-gate": None,
+    "sparse-geometric:neither": None,
+}
+
+
+@pytest.mark.parametrize("mechanism", PLAIN)
+def test_what_is_plain_attention_is_exported_as_it(mechanism: str, tmp_path: Path) -> None:
+    """And read again, and its tokens are those of transformers, also past the window."""
+    make("qwen3", tmp_path / "qwen")
+    convert(tmp_path / "qwen", tmp_path / "ours", mechanism=mechanism)
+    convert(tmp_path / "ours", tmp_path / "plain", to="qwen")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    assert theirs.config.sliding_window == PLAIN[mechanism]
+    convert(tmp_path / "plain", tmp_path / "again")
+    with torch.no_grad():
+        expected = theirs(some_tokens()).logits
+        assert difference(headgate.load(tmp_path / "ours")(some_tokens()), expected) < 1e-4
+        assert difference(headgate.load(tmp_path / "again")(some_tokens()), expected) < 1e-4
+    tokens = theirs.generate(some_tokens(9), max_new_tokens=12, do_sample=False, pad_token_id=0)
+    done = headgate.load(tmp_path / "ours").generate(some_tokens(9), 12, temperature=0)
+    assert [list(row.tokens) for row in done] == tokens[:, 9:].tolist()
+
+
 def test_far_positions_are_turned_by_the_same_angles(tmp_path: Path) -> None:
     """Angles grow with the position, and so would a last digit of the frequencies that differs."""
     model = make("qwen3", tmp_path / "qwen")
@@ -338,6 +368,11 @@ def test_a_faulty_source_is_one_sentence_and_nothing_is_written(
             "the attention of layer 0 is 'head-gated', which no Qwen",
         ),
         ({"to": "qwen", "mechanism": "local:global_tokens=2"}, "the attention of layer 0 is 'local'"),
+        (
+            {"to": "qwen", "mechanism": "dynamic-sparse:no-gate"},
+            "the attention of layer 0 is 'dynamic-sparse'",
+        ),
+        ({"to": "qwen", "mechanism": "local:window=0"}, "layer 0 has window=0, so that a token sees itself"),
         (
             {"to": "qwen", "mechanism": ["local:window=4", "local:window=5"]},
             "windows of 4 and 5; Qwen has one",

@@ -189,10 +189,34 @@ def test_the_loss_is_that_of_the_tokens_alone(side: str) -> None:
     assert lean.loss.item() == pytest.approx(expected.item(), rel=1e-5)
     assert full.logits.shape == (3, 12, 257)
     assert lean.logits is None
-    scaled = model(**batch, labels=labels, num_items_in_batch=10)
-    assert scaled.loss.item() == pytest.approx(sum(sums).item() / 10, rel=1e-5)
     labels[:, :6] = -100
     assert model(**batch, labels=labels).loss.item() != pytest.approx(expected.item(), rel=1e-3)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_batches_in_steps_of_trainer_add_up_to_the_mean_loss(side: str) -> None:
+    """Trainer divides by the labels that it counts itself, over all the batches of a step."""
+    model, rows = build(), prompts(12, 5, 9)
+    batch = padded(rows, side)
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    counted = (labels[:, 1:] != -100).sum()
+    expected = model(**batch, labels=labels).loss.item()
+    assert model(**batch, labels=labels, num_items_in_batch=counted).loss.item() == pytest.approx(expected)
+    parts = [
+        model(**{name: t[n : n + 1] for name, t in batch.items()}, labels=labels[n : n + 1]).loss.item()
+        for n in range(3)
+    ]
+    twice = [
+        model(
+            **{name: t[n : n + 1] for name, t in batch.items()},
+            labels=labels[n : n + 1],
+            num_items_in_batch=counted,
+        ).loss.item()
+        for n in range(3)
+    ]
+    assert min(parts) < sum(twice) < max(parts)
+    nothing = torch.full_like(labels, -100)
+    assert model(**batch, labels=nothing, num_items_in_batch=counted).loss.item() == 0
 
 
 def test_gradient_checkpointing_gives_the_same_gradients() -> None:

@@ -123,7 +123,7 @@ def test_pytorch_accepts_the_op_and_second_derivatives_are_refused() -> None:
     q, k, v = (t.requires_grad_() for t in tensors(9, 1, 2, 1, 20, 20, 4))
     chosen = choose_blocks(q, k, block=4, scale=1.0)
     torch.library.opcheck(torch.ops.headgate.block_selected.default, (q, k, v, chosen, 4, "torch"))
-    out = ops.block_selected_attention(q, k, v, block=4)
+    out = ops.block_selected_attention(q, k, v, block=4, backend="torch")
     (first,) = torch.autograd.grad(out.sum(), q, create_graph=True)
     with pytest.raises(HeadgateError, match="the second derivative of an attention op is not implemented"):
         first.sum().backward()
@@ -157,6 +157,6 @@ def test_the_backward_of_the_own_block_takes_the_path_of_the_forward(
         )
     q, k, v = (t.float().requires_grad_() for t in tensors(0, 1, 2, 1, 40, 40, 16))
     with forced(path if path == "torch" else "auto"):
-        out = ops.block_selected_attention(q, k, v, block=8)
+        out = ops.block_selected_attention(q, k, v, block=8, backend="torch")
     out.sum().backward()
     assert taken == [path]

@@ -22,6 +22,7 @@ from headgate.config import Config, RunOptions
 from headgate.errors import HeadgateError
 from headgate.train import checkpoint
 from headgate.train.distributed import World
+from headgate.train.evaluate import read_document_losses
 from headgate.train.folder import RunFolder, read_metrics
 from headgate.train.loop import train
 
@@ -97,6 +98,11 @@ def test_the_number_of_processes_changes_nothing(twenty: Config, data: Path, tmp
             assert_same_losses(tmp_path / "one", run)
             for key, tensor in headgate.load(run).state_dict().items():
                 assert torch.allclose(tensor, whole[key], atol=1e-3), (run.name, key)
+            ours, theirs = map(read_document_losses, (tmp_path / "one", run))
+            assert ours is not None
+            assert theirs is not None
+            assert ours.tokens.tolist() == theirs.tokens.tolist()
+            assert ours.loss == pytest.approx(theirs.loss, rel=1e-3)
 
 
 def test_muon_gives_the_same_on_two_processes(twenty: Config, data: Path, tmp_path: Path) -> None:

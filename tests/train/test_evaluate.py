@@ -14,12 +14,14 @@ from small_runs import changed
 import headgate
 from headgate.cli import run as command
 from headgate.config import Config
+from headgate.data.answers import distances, position_bins
 from headgate.data.loader import IGNORED, Windows
 from headgate.data.prepare import Request, prepare
-from headgate.data.recall import distances, parse, prepare_recall
 from headgate.data.shards import open_split
+from headgate.data.tasks import parse_task
+from headgate.data.tasks.writing import prepare_task
 from headgate.errors import HeadgateError
-from headgate.train.evaluate import evaluate, evaluate_run, position_bins
+from headgate.train.evaluate import evaluate, evaluate_run, read_document_losses
 from headgate.train.folder import read_metrics
 from headgate.train.loop import train
 
@@ -162,9 +164,9 @@ def test_mistakes_are_one_sentence(run: Path, tmp_path: Path, data: Path, micro:
 
 def test_answers_are_judged_by_distance(micro: Config, tmp_path: Path) -> None:
     source = "recall:context=24,pairs=3,queries=3,keys=5,values=4,noise=3,sequences=40"
-    recall = parse(source)
+    recall = parse_task(source)
     assert recall is not None
-    prepare_recall(recall, source, (50, 50, 0), tmp_path / "data")
+    prepare_task(recall, source, tmp_path / "data", (50, 50, 0))
     windows = Windows(open_split(tmp_path / "data", "val"), 24)
     decoder = headgate.build_model(micro, "full")
     found = evaluate(decoder, windows, batch_size=3)
@@ -184,3 +186,67 @@ def test_answers_are_judged_by_distance(micro: Config, tmp_path: Path) -> None:
         assert place.accuracy == pytest.approx(right[here].float().mean().item())
         assert place.loss == pytest.approx(losses[here].mean().item(), rel=1e-5)
     assert all(place.loss > 0 for place in found.by_position)  # places without answers are left out
+
+
+def test_answers_of_a_task_are_judged_by_distance_and_pairs(micro: Config, tmp_path: Path) -> None:
+    source = "mqar:length=[16,32],pairs=[2,4],keys=6,values=5,filler=3,samples=20,held_out=30"
+    task = parse_task(source)
+    assert task is not None
+    prepare_task(task, source, tmp_path / "data")
+    windows = Windows(open_split(tmp_path / "data", "val"), 32)
+    decoder = headgate.build_model(micro, "full")
+    found = evaluate(decoder, windows, batch_size=7)
+    assert found.answers is not None
+    x, targets = windows.read(range(len(windows)))
+    asked = targets != IGNORED
+    right, losses = decoder(x).argmax(-1) == targets, decoder(x, targets, reduction="none")
+    far = torch.from_numpy(distances(x.numpy(), targets.numpy(), asked.numpy()))
+    for count in (2, 4):  # the two kinds take turns
+        rows = torch.arange(30) % 2 == (count == 4)
+        mine = asked & rows[:, None]
+        (row,) = (each for each in found.answers.by_pairs if each.pairs == count)
+        assert row.tokens == int(mine.sum())
+        assert row.accuracy == pytest.approx(right[mine].float().mean().item())
+        assert row.loss == pytest.approx(losses[mine].mean().item(), rel=1e-5)
+    assert sum(place.tokens for place in found.answers.by_distance) == found.tokens
+    for place in found.answers.by_distance:
+        here = asked & (far >= place.first) & (far < place.end)
+        assert place.tokens == int(here.sum())
+        assert place.loss == pytest.approx(losses[here].mean().item(), rel=1e-5)
+
+
+def test_a_run_keeps_the_loss_of_every_document(data: Path, micro: Config, tmp_path: Path) -> None:
+    """Of all documents, though the curve looks at 120 tokens alone; `document_tokens` looks at fewer."""
+    train(micro, data, tmp_path / "run")
+    kept, windows = read_document_losses(tmp_path / "run"), Windows(open_split(data, "val"), 24)
+    assert kept is not None
+    assert kept.document.tolist() == list(range(windows.documents))
+    assert kept.tokens.sum() == windows.split.tokens - 1
+    assert kept.loss.sum() / kept.tokens.sum() == pytest.approx(evaluate_run(tmp_path / "run")["loss"])
+    decoder, third = headgate.load(tmp_path / "run"), kept.document == 2
+    tokens, targets = windows.read(range(len(windows)))
+    targets[windows.target_documents(range(len(windows))) != 2] = IGNORED
+    assert kept.tokens[third] == int((targets != IGNORED).sum())
+    with torch.no_grad():
+        assert kept.loss[third] == pytest.approx(decoder(tokens, targets, reduction="sum").item(), rel=1e-5)
+    train(changed(micro, document_tokens=48), data, tmp_path / "fewer")
+    fewer = read_document_losses(tmp_path / "fewer")
+    assert fewer is not None
+    assert fewer.tokens.sum() == 120  # those of the curve are there anyway
+    file = tmp_path / "run" / "documents.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    with pytest.raises(HeadgateError, match=r"documents.safetensors' is damaged"):
+        read_document_losses(tmp_path / "run")
+    file.unlink()
+    assert read_document_losses(tmp_path / "run") is None
+
+
+def test_documents_of_data_with_a_loss_mask(micro: Config, tmp_path: Path) -> None:
+    source = "recall:context=24,pairs=3,queries=3,keys=5,values=4,noise=3,sequences=40"
+    recall = parse_task(source)
+    assert recall is not None
+    prepare_task(recall, source, tmp_path / "data", (50, 50, 0))
+    train(changed(micro, steps=1), tmp_path / "data", tmp_path / "run")
+    kept = read_document_losses(tmp_path / "run")
+    assert kept is not None
+    assert kept.tokens.tolist() == [3] * 20

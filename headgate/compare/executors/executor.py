@@ -1,0 +1,106 @@
+"""What an engine must offer, and the loop that sees a study's runs through on any of them.
+
+The folder of the study is the only truth: a run is done when its folder says so, and under way while its
+lease is renewed. Engines are asked only which of the tasks they were given are still queued or running.
+"""
+
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from headgate.compare.executors.leases import Watch, read_holder
+from headgate.compare.executors.worker import Task, lease_folder, write_task
+
+TRIES = 4
+"""How often a run is given to an engine that loses it: its machine died, or somebody cancelled it."""
+
+STOPPED = {code for number in (signal.SIGTERM, signal.SIGINT) for code in (-number, 128 + number)}
+"""Exit codes of a run that was asked to stop, and saved first."""
+
+
+class Executor(Protocol):
+    interval: float
+    """Seconds from one look at the runs to the next."""
+
+    def start(self, tasks: Sequence[Task]) -> None:
+        """Queue these; they have been written to the study's folder."""
+
+    def active(self) -> set[str]:
+        """Keys of the tasks that are queued or running, those that an earlier process started among them."""
+
+    def stop(self) -> None:
+        """Leave: the runs of this machine save and end; those of a cluster go on."""
+
+
+@contextmanager
+def stopping(executor: Executor) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        executor.stop()
+
+
+def run_tasks(
+    executor: Executor,
+    study: Path,
+    tasks: Sequence[Task],
+    is_finished: Callable[[Task], bool],
+    ended: Callable[[Task, bool], None],
+    looked: Callable[[Sequence[Task]], None],
+) -> list[Task]:
+    """See the tasks through; a run that fails does not stop the others. Returns those that failed.
+
+    `ended(task, finished)` is called for each as it ends, `looked(running)` after every look.
+    """
+    waiting = {task.key: task for task in tasks}
+    for task in tasks:
+        write_task(study, task)
+    watches = {key: Watch() for key in waiting}
+    left = dict.fromkeys(waiting, TRIES - 1)
+    failed: list[Task] = []
+    with stopping(executor):
+        before = executor.active()
+        executor.start([task for key, task in waiting.items() if key not in before])
+        while waiting:
+            time.sleep(executor.interval)
+            active = executor.active()
+            for key, task in list(waiting.items()):
+                if key in active or not watches[key].is_silent(lease_folder(study, key)):
+                    continue
+                finished = is_finished(task)
+                if not finished and left[key] and was_lost(study, key):
+                    left[key] -= 1
+                    executor.start([task])
+                    continue
+                del waiting[key]
+                if not finished:
+                    failed.append(task)
+                ended(task, finished)
+            looked([task for key, task in waiting.items() if is_running(study, key)])
+    return failed
+
+
+def was_lost(study: Path, key: str) -> bool:
+    """Whether the run was stopped from outside, or its worker is gone without a word; a worker whose run
+    failed has noted that."""
+    _, holder = read_holder(lease_folder(study, key))
+    return holder is None or holder.ended is None or holder.ended in STOPPED
+
+
+def is_running(study: Path, key: str) -> bool:
+    _, holder = read_holder(lease_folder(study, key))
+    return holder is not None and holder.ended is None
+
+
+def settings_of(text: str, option: str) -> Mapping[str, str]:
+    """`partition=gpu,time=60` as the engine's own settings."""
+    from headgate.config import split_assignments
+    from headgate.errors import HeadgateError
+
+    assignments, bare = split_assignments(text)
+    if bare:
+        raise HeadgateError(f"{option} {text!r} has {bare[0]!r} without a value; write NAME=VALUE,...")
+    return {name: str(value) for name, value in assignments}

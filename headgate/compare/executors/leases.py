@@ -1,0 +1,180 @@
+"""Who is carrying out a run: a lease in a file, renewed while its holder lives.
+
+A lease is a row of generations, `1.json`, `2.json`, ..., in a folder of the run's own on a file system that
+all machines share. The highest one counts. Its holder writes a larger `beats` into it every few seconds;
+whoever finds that it has not changed for a while, by its own clock, may take the run over by making the next
+generation, which only one can do. A holder that was merely asleep finds the next generation when it wakes,
+and gives up. No clock is compared with another's.
+"""
+
+import os
+import platform
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from headgate import files
+from headgate.errors import HeadgateError
+
+BEAT = 5.0
+"""Seconds from one beat to the next."""
+SILENCE = 40.0
+"""Seconds without a beat after which a holder counts as dead."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """What a lease's file says."""
+
+    identity: str
+    place: str
+    """The machine, since its last start, and the numbering of its processes."""
+    pid: int
+    host: str
+    engine: str
+    job: str
+    """What the engine calls it; empty where it has no name for it."""
+    beats: int = 0
+    ended: int | None = None
+    """The exit code of the run, which the holder saw ending; None while it runs, or if the holder died."""
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it is known at once to be dead: it was a process of this machine, and is no more."""
+        return self.place == _place() and not _is_alive(self.pid)
+
+
+def read_holder(folder: Path) -> tuple[int, Holder | None]:
+    """The latest generation of a lease and who has it; 0 and None if nobody ever had it. A file that holds
+    something else counts as silent."""
+    latest = max(_generations(folder), default=0)
+    if not latest:
+        return 0, None
+    try:
+        entry = files.read_json(folder / f"{latest}.json")
+        return latest, Holder(**entry)
+    except (HeadgateError, TypeError, OSError):
+        return latest, None
+
+
+class Lease:
+    def __init__(self, folder: Path, generation: int, holder: Holder) -> None:
+        self.folder, self.generation, self.holder = folder, generation, holder
+
+    @classmethod
+    def take(cls, folder: Path, *, engine: str, job: str = "", silence: float = SILENCE) -> "Lease | None":
+        """The lease, as soon as it is free; None if somebody else has it and lives."""
+        folder.mkdir(parents=True, exist_ok=True)
+        holder = Holder(uuid.uuid4().hex, _place(), os.getpid(), platform.node(), engine, job)
+        generation, last = read_holder(folder)
+        if generation and not is_free(last):
+            watch = Watch(silence)
+            while not watch.is_silent(folder):
+                if watch.has_beaten:
+                    return None
+                time.sleep(min(1.0, silence / 4))
+            generation, _ = read_holder(folder)
+        lease = cls(folder, generation + 1, holder)
+        return lease if lease._claim() else None
+
+    def _claim(self) -> bool:
+        """Make this generation's file, unless another has; a link is atomic on network file systems too."""
+        path = self.folder / f"{self.generation}.json"
+        draft = self.folder / f".{self.holder.identity}.tmp"
+        files.write_json(draft, asdict(self.holder))
+        try:
+            os.link(draft, path)
+        except FileExistsError:
+            return False
+        finally:
+            draft.unlink()
+        for earlier in _generations(self.folder):
+            if earlier < self.generation:
+                with suppress(OSError):
+                    (self.folder / f"{earlier}.json").unlink()
+        return True
+
+    @property
+    def is_ours(self) -> bool:
+        return max(_generations(self.folder), default=0) == self.generation
+
+    def beat(self, ended: int | None = None) -> bool:
+        """Say that the holder lives, or how the run ended; False if the lease has passed to another."""
+        if not self.is_ours:
+            return False
+        self.holder = replace(self.holder, beats=self.holder.beats + 1, ended=ended)
+        files.write_json(self.folder / f"{self.generation}.json", asdict(self.holder))
+        return True
+
+    def keep(self, lost: Callable[[], Any]) -> threading.Event:
+        """Beat from a thread until the event that is returned is set; `lost` is called once if the lease
+        passes to another."""
+        done = threading.Event()
+
+        def beat() -> None:
+            while not done.wait(BEAT):
+                try:
+                    if not self.beat():
+                        lost()
+                        return
+                except OSError:
+                    pass  # a full or absent disk may come back; if it does not, others see the silence
+
+        threading.Thread(target=beat, daemon=True).start()
+        return done
+
+
+class Watch:
+    """Looks at a lease now and then, and notices when it falls silent."""
+
+    def __init__(self, silence: float = SILENCE) -> None:
+        self._silence = silence
+        self._seen: tuple[int, Holder | None] | None = None
+        self._since = time.monotonic()
+        self.has_beaten = False
+
+    def is_silent(self, folder: Path) -> bool:
+        """Whether nobody is at work, as far as is known by now: ended, gone, or without a beat for long."""
+        found = read_holder(folder)
+        if not found[0] or is_free(found[1]):
+            return True
+        if found != self._seen:
+            self.has_beaten |= self._seen is not None
+            self._seen, self._since = found, time.monotonic()
+        return time.monotonic() - self._since > self._silence
+
+
+def is_free(holder: Holder | None) -> bool:
+    """Whether this holder has ended, or is known to be gone."""
+    return holder is not None and (holder.ended is not None or holder.is_gone)
+
+
+def _generations(folder: Path) -> list[int]:
+    with suppress(FileNotFoundError):
+        return [int(path.stem) for path in folder.glob("*.json") if path.stem.isdecimal()]
+    return []
+
+
+def _place() -> str:
+    parts = [platform.node()]
+    for path in ("/proc/sys/kernel/random/boot_id",):
+        with suppress(OSError):
+            parts.append(Path(path).read_text(encoding="ascii").strip())
+    with suppress(OSError):
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return "/".join(parts)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,186 @@
+"""Carries out one run of a study, wherever an engine has put it.
+
+The run itself is a child, `headgate train` as a person would call it, under torchrun where a run has several
+processes. The worker holds the run's lease while the child lives, and notes how it ended. It imports nothing
+heavy, so it costs next to nothing beside the child.
+"""
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from headgate import config, files
+from headgate.compare.executors.leases import Lease
+from headgate.errors import HeadgateError
+
+PR_SET_PDEATHSIG = 1
+PATIENCE = 60.0
+"""Seconds that the process of a dead worker is given to save and to leave the run's folder."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A run to be carried out; kept in the study's folder, where the worker finds it."""
+
+    key: str
+    """A file name of its own within the study."""
+    name: str
+    """As people see it."""
+    words: tuple[str, ...]
+    """Of the command: those after `headgate`."""
+    folder: str
+    """What the run writes to; one process at a time may."""
+    log: str
+    threads: int = 1
+    processes: int = 1
+    """Of the run, on each node; more than one are started by torchrun."""
+    exclusive: bool = False
+    """Whether nothing else may run beside it, as when costs are measured."""
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Where a run of several nodes finds the others; only the first holds the lease."""
+
+    count: int = 1
+    rank: int = 0
+    address: str = "127.0.0.1"
+    port: int = 0
+
+
+def task_path(study: Path, key: str) -> Path:
+    return study / "queue" / f"{key}.json"
+
+
+def lease_folder(study: Path, key: str) -> Path:
+    return study / "leases" / key
+
+
+def write_task(study: Path, task: Task) -> None:
+    for folder in ("queue", "leases"):
+        files.own_folder(study / folder)
+    files.write_json(task_path(study, task.key), asdict(task))
+
+
+def read_task(study: Path, key: str) -> Task:
+    return config.load(Task, task_path(study, key))
+
+
+def work(study: Path, key: str, *, engine: str, job: str = "", nodes: Nodes | None = None) -> int:
+    """Carry out a task; its exit code, or 0 if another has it in hand."""
+    task, nodes = read_task(study, key), nodes or Nodes()
+    if nodes.rank:
+        return _Child(task, nodes).wait()
+    files.own_folder(lease_folder(study, key))
+    lease = Lease.take(lease_folder(study, key), engine=engine, job=job)
+    if lease is None:
+        return 0
+    _wait_for_folder(Path(task.folder))
+    child = _Child(task, nodes)
+    done = lease.keep(child.kill)  # whoever has the run now must not find another writing to it
+    try:
+        code = child.wait()
+    finally:
+        done.set()
+    lease.beat(ended=code)
+    return code
+
+
+class _Child:
+    def __init__(self, task: Task, nodes: Nodes) -> None:
+        environment = os.environ | {"OMP_NUM_THREADS": str(task.threads), "PYTHONUNBUFFERED": "1"}
+        with files.open_own(task.log) if nodes.rank else files.open_new(task.log) as log:
+            self._process = subprocess.Popen(
+                _command(task, nodes), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment,
+                start_new_session=True, preexec_fn=None if sys.platform == "win32" else _end_with_parent,
+            )  # fmt: skip
+        self._log = task.log
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: self._process.terminate())
+
+    def kill(self) -> None:
+        for pid in (self._process.pid, *_descendants(self._process.pid)):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        code = self._process.wait()
+        if code < 0:  # a killed process could not log why it ended
+            with files.open_own(self._log) as log:
+                files.write_all(log, f"\nthe process was ended by {signal.Signals(-code).name}\n".encode())
+        return code
+
+
+def _command(task: Task, nodes: Nodes) -> list[str]:
+    if task.processes == nodes.count == 1:
+        return [sys.executable, "-m", "headgate", *task.words]
+    run = [
+        "--nproc-per-node",
+        str(task.processes),
+        "--nnodes",
+        str(nodes.count),
+        "--node-rank",
+        str(nodes.rank),
+    ]
+    if nodes.count == 1:
+        run.append("--standalone")
+    else:
+        run += ["--master-addr", nodes.address, "--master-port", str(nodes.port)]
+    return [sys.executable, "-m", "torch.distributed.run", *run, "-m", "headgate", *task.words]
+
+
+def _end_with_parent() -> None:
+    """Linux ends a process whose parent is gone; elsewhere an orphan trains on, and its lock keeps others
+    out."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _descendants(pid: int) -> list[int]:
+    """The processes that a process has started, and those that these have; Linux alone tells."""
+    parents: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, ValueError):
+            parent = int(entry.read_text().rpartition(")")[2].split()[1])
+            parents.setdefault(parent, []).append(int(entry.parent.name))
+    found = [pid]
+    for each in found:
+        found += parents.get(each, [])
+    return found[1:]
+
+
+def _wait_for_folder(folder: Path) -> None:
+    """Until the child of a worker that died has saved and let go of the run."""
+    until = time.monotonic() + PATIENCE
+    while folder.is_dir() and time.monotonic() < until:
+        try:
+            with files.locked(folder, "trained"):
+                return
+        except HeadgateError:
+            time.sleep(0.2)
+
+
+def free_port() -> int:
+    with socket.socket() as opened:
+        opened.bind(("", 0))
+        return int(opened.getsockname()[1])
+
+
+def main(words: Sequence[str]) -> int:
+    study, key, parent = words
+    _end_with_parent()
+    if os.getppid() != int(parent):  # it died before the request
+        return 128 + signal.SIGTERM
+    return work(Path(study), key, engine="local")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,219 @@
+"""`headgate suite`: every task for the named mechanisms, each at the best of a few learning rates.
+
+A folder for each task holds its data, its config, and its runs:
+
+plan.json              what is compared: tasks, variants, learning rates, seeds
+TASK/data/             the task, prepared
+TASK/config.json       the recipe that all variants share
+TASK/tuning/V/R/seed-N runs at each learning rate, with seeds that judge nothing
+TASK/runs/V/seed-N     runs at the best of them, with fresh seeds, judged on the test split
+TASK/logs/ queue/ leases/
+suite.json             all of it in numbers; suite.md as tables; suite.html as a page
+
+The same command resumes what was interrupted, and more names or seeds extend it.
+"""
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from headgate import config, files
+from headgate.compare.executors.executor import run_tasks
+from headgate.compare.executors.local import LocalExecutor
+from headgate.compare.executors.worker import Task
+from headgate.compare.folder import failure
+from headgate.compare.progress import StudyProgress
+from headgate.compare.suite_plan import SuitePlan, SuiteRun, final_loss, judged_runs, read_plan, tuning_runs
+from headgate.compare.suite_results import JUDGED, write_suite
+from headgate.compare.variants import parse_variants
+from headgate.config import Config, SuiteOptions
+from headgate.data.tasks.contract import TASKS, DrawnTask, SyntheticTask, parse_task
+from headgate.data.tasks.writing import prepare_task
+from headgate.errors import HeadgateError
+from headgate.machine import cores
+from headgate.mechanisms.contract import MECHANISMS
+from headgate.recipes import get_recipe
+from headgate.train.evaluate import evaluate_run
+from headgate.train.folder import last_step
+
+RECIPE = "task"
+EVALUATIONS = 20
+"""Of a run: how finely the moment is known at which it solves its task."""
+EVALUATED, HELD_OUT = 96, 256
+"""Samples judged on the way, and at the end."""
+
+
+def run_suite(
+    names: Sequence[str],
+    out: str | os.PathLike[str],
+    overrides: Sequence[str] = (),
+    options: SuiteOptions | None = None,
+) -> bool:
+    """Run the suite, or what is left of it, and write its results; whether every run finished."""
+    options = options or SuiteOptions()
+    tasks = suite_tasks(options, overrides)
+    asked = SuitePlan(
+        tasks={name: source for name, (source, _) in tasks.items()},
+        variants=parse_variants(names or MECHANISMS.names(), get_recipe(RECIPE).model),
+        rates=options.learning_rates,
+        tuning_seeds=options.tuning_seeds,
+        seeds=options.seeds,
+    )
+    folder = files.named(out, "the folder of the suite")
+    _refuse_strangers(folder)
+    complete = True
+    with files.locked(folder, "used by a suite"), StudyProgress() as progress:
+        plan = _take(folder, asked)
+        at_once = options.jobs or cores()
+        for name, (source, settings) in tasks.items():
+            task, home = parse_task(source), folder / name
+            assert task is not None
+            prepare_task(task, source, home / "data")
+            _keep_config(home, settings)
+            progress.say(f"{name}: {source}")
+            tuning = list(tuning_runs(plan, name, home))
+            complete &= _train(home, tuning, settings, at_once, progress)
+            judged = list(judged_runs(plan, name, home))
+            complete &= _train(home, judged, settings, at_once, progress)
+            _judge(home, judged, progress)
+            write_suite(folder)
+    return complete
+
+
+def suite_tasks(options: SuiteOptions, overrides: Sequence[str]) -> dict[str, tuple[str, Config]]:
+    """By the name of its folder, each task with as many samples as its training takes, and its settings."""
+    words = options.tasks.split()
+    if not words:
+        words = [name for name in TASKS.names() if TASKS.get(name).suite.quick or not options.quick]
+    found: dict[str, tuple[str, Config]] = {}
+    for word in words:
+        name, _, given = word.partition(":")
+        cls = TASKS.get(name)
+        source = f"{name}:{given or _written(cls.suite.options)}"
+        task = parse_task(source)
+        assert task is not None
+        settings = config.override(task_config(task), overrides)
+        train = settings.train
+        needed = train.steps * train.batch_size * train.accumulation
+        drawn = issubclass(cls, DrawnTask)
+        fresh = f"samples={needed},held_out={HELD_OUT}" if drawn else f"sequences={-(-5 * needed // 4)}"
+        folder = re.sub(r"[^A-Za-z0-9.]+", "-", word).strip("-")
+        if folder in found:
+            raise HeadgateError(f"task {word!r} is named twice; leave one out")
+        found[folder] = (f"{source}{'' if source.endswith(':') else ','}{fresh}", settings)
+    return found
+
+
+def _written(options: Mapping[str, object]) -> str:
+    return ",".join(f"{key}={json.dumps(value)}" for key, value in options.items())
+
+
+def task_config(task: SyntheticTask) -> Config:
+    """The suite's recipe cut to a task."""
+    base, size = get_recipe(RECIPE), task.suite
+    train = replace(
+        base.train,
+        context=task.context,
+        steps=size.steps,
+        batch_size=size.batch_size,
+        evaluate_every=max(1, size.steps // EVALUATIONS),
+        evaluate_tokens=EVALUATED * task.context,
+        document_tokens=1,
+    )
+    return replace(base, model=replace(base.model, vocab_size=task.vocab_size), train=train)
+
+
+def _train(
+    home: Path, runs: Sequence[SuiteRun], settings: Config, at_once: int, progress: StudyProgress
+) -> bool:
+    """Train what is not finished; a run that fails does not stop the others. Whether all finished."""
+    waiting = {run.log.stem: run for run in runs if not run.finished}
+    steps = settings.train.steps
+    settled = steps * (len(runs) - len(waiting))
+    progress.begin_runs(total=steps * len(runs), done=settled, runs=len(runs), left=len(waiting))
+    files.own_folder(home / "logs")
+    for run in waiting.values():
+        run.folder.parent.mkdir(parents=True, exist_ok=True)
+
+    def ended(task: Task, finished: bool) -> None:
+        nonlocal settled
+        settled += steps
+        run = waiting[task.key]
+        if finished:
+            progress.finished(task.name, final_loss(run))
+        else:
+            progress.failed(task.name, failure(run.log))
+
+    def looked(running: Sequence[Task]) -> None:
+        done = sum(min(last_step(task.folder), steps) for task in running)
+        progress.update_runs(settled + done, [task.name for task in running])
+
+    tasks = [run.queued() for run in waiting.values()]
+    executor = LocalExecutor(home, at_once)
+    return not run_tasks(executor, home, tasks, lambda task: waiting[task.key].finished, ended, looked)
+
+
+def _judge(home: Path, runs: Sequence[SuiteRun], progress: StudyProgress) -> None:
+    """Evaluate finished runs on the test split, each once."""
+    known = files.read_json(home / JUDGED) if (home / JUDGED).is_file() else {}
+    todo = [run for run in runs if run.finished and run.place not in known]
+    if todo:
+        progress.say(f"judging {len(todo)} runs on the test split")
+    for run in todo:
+        known[run.place] = evaluate_run(run.folder, split="test", data=home / "data")
+        files.write_json(home / JUDGED, known)
+
+
+def _refuse_strangers(folder: Path) -> None:
+    taken = folder.exists() and (
+        not folder.is_dir() or any(child.name != ".lock" for child in folder.iterdir())
+    )
+    if taken and not (folder / "plan.json").is_file():
+        raise HeadgateError(f"{str(folder)!r} is taken and holds no plan.json; choose another folder")
+
+
+def _take(folder: Path, asked: SuitePlan) -> SuitePlan:
+    """Make the folder this suite's, or extend the one that it holds by tasks, variants and seeds."""
+    if not (folder / "plan.json").is_file():
+        config.save(asked, folder / "plan.json")
+        return asked
+    before = read_plan(folder)
+    found = []
+    for name in ("rates", "tuning_seeds"):
+        old, new = getattr(before, name), getattr(asked, name)
+        if old != new:
+            found.append(f"{name}={old} and not {new}")
+    for name, source in asked.tasks.items():
+        if before.tasks.get(name, source) != source:
+            found.append(f"{name} as {before.tasks[name]} and not {source}")
+    known = {variant.label: variant for variant in before.variants}
+    for variant in asked.variants:
+        if variant.label in known and known[variant.label].mechanism != variant.mechanism:
+            found.append(
+                f"{variant.label!r} meaning {known[variant.label].pattern} and not {variant.pattern}"
+            )
+    if found:
+        raise HeadgateError(f"{str(folder)!r} is a suite with {'; '.join(found)}; choose another folder")
+    added = tuple(variant for variant in asked.variants if variant.label not in known)
+    plan = replace(
+        before,
+        tasks={**before.tasks, **asked.tasks},
+        variants=before.variants + added,
+        seeds=max(before.seeds, asked.seeds),
+    )
+    if plan != before:
+        config.save(plan, folder / "plan.json")
+    return plan
+
+
+def _keep_config(home: Path, settings: Config) -> None:
+    path = home / "config.json"
+    if path.is_file():
+        found = config.differences(config.to_dict(config.load(Config, path)), config.to_dict(settings))
+        if found:
+            raise HeadgateError(f"{str(home)!r} was made with {'; '.join(found)}; choose another folder")
+    else:
+        config.save(settings, path)

@@ -1,0 +1,105 @@
+"""What a suite is made of: its plan, and the runs that follow from it."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from headgate import config, files
+from headgate.compare.executors.worker import Task
+from headgate.compare.variants import Variant
+from headgate.errors import HeadgateError
+
+FIRST_TUNING_SEED = 1000
+
+
+@dataclass(frozen=True)
+class SuitePlan:
+    """What plan.json holds: what is compared, and under which conditions."""
+
+    tasks: Mapping[str, str]
+    """By the name of its folder, each as `headgate prepare` takes it."""
+    variants: tuple[Variant, ...]
+    rates: tuple[float, ...]
+    tuning_seeds: int
+    seeds: int
+
+
+@dataclass(frozen=True)
+class SuiteRun:
+    """One run; of the tuning if it has a rate of its own."""
+
+    task: str
+    variant: Variant
+    seed: int
+    rate: float
+    tuning: bool
+    home: Path
+    """The task's folder."""
+
+    @property
+    def place(self) -> str:
+        if self.tuning:
+            return f"tuning/{self.variant.folder}/{self.rate:g}/seed-{self.seed}"
+        return f"runs/{self.variant.folder}/seed-{self.seed}"
+
+    @property
+    def folder(self) -> Path:
+        return self.home / self.place
+
+    @property
+    def log(self) -> Path:
+        return self.home / "logs" / f"{self.place.replace('/', '-')}.txt"
+
+    @property
+    def finished(self) -> bool:
+        return (self.folder / "summary.json").is_file()
+
+    def queued(self) -> Task:
+        """For an engine to carry out."""
+        words = ["train", str(self.home / "config.json"), "--data", str(self.home / "data"), "--out"]
+        words += [str(self.folder), f"model.mechanism={self.variant.pattern}", f"seed={self.seed}"]
+        words += [f"train.learning_rate={self.rate}"]
+        name = f"{self.task}, {self.variant.label}, {f'rate {self.rate:g}, ' * self.tuning}seed {self.seed}"
+        return Task(self.log.stem, name, tuple(words), str(self.folder), str(self.log))
+
+
+def read_plan(folder: Path) -> SuitePlan:
+    if not (folder / "plan.json").is_file():
+        raise HeadgateError(f"{str(folder)!r} is no suite: it has no plan.json; headgate suite makes one")
+    return config.load(SuitePlan, folder / "plan.json")
+
+
+def tuning_runs(plan: SuitePlan, task: str, home: Path) -> Iterator[SuiteRun]:
+    for seed in range(FIRST_TUNING_SEED, FIRST_TUNING_SEED + plan.tuning_seeds):
+        for variant in plan.variants:
+            for rate in plan.rates:
+                yield SuiteRun(task, variant, seed, rate, True, home)
+
+
+def judged_runs(plan: SuitePlan, task: str, home: Path) -> Iterator[SuiteRun]:
+    """Runs at the best learning rate of each variant; none for a variant all of whose tuning failed."""
+    runs = list(tuning_runs(plan, task, home))
+    for seed in range(plan.seeds):
+        for variant in plan.variants:
+            best = best_rate([run for run in runs if run.variant.label == variant.label])
+            if best is not None:
+                yield SuiteRun(task, variant, seed, best, False, home)
+
+
+def best_rate(runs: Sequence[SuiteRun]) -> float | None:
+    """The rate with the lowest mean validation loss over the tuning seeds; a run that failed or diverged
+    rules its rate out."""
+    losses: dict[float, list[float]] = {}
+    for run in runs:
+        losses.setdefault(run.rate, []).append(final_loss(run))
+    means = {rate: sum(each) / len(each) for rate, each in losses.items()}
+    best = min(means, key=lambda rate: means[rate])
+    return best if math.isfinite(means[best]) else None
+
+
+def final_loss(run: SuiteRun) -> float:
+    if not run.finished:
+        return math.inf
+    loss = files.read_json(run.folder / "summary.json")["final"]["loss"]
+    return math.inf if loss is None else float(loss)

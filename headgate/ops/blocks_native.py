@@ -1,0 +1,165 @@
+"""Calls the C++ kernels over blocks of keys, blocks.cpp and choose.cpp, as ops that PyTorch knows.
+
+Shapes: q (B,H,Tq,D); k, v (B,G,Tk,D), or one summary a block; chosen blocks (B,H,Tq,S).
+"""
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headgate.ops.native import library
+from headgate.ops.registration import refuse_gradient, register, register_gradient
+from headgate.ops.span import native
+from headgate.ops.span.options import Span
+
+
+class BlocksCall(ctypes.Structure):
+    """BlocksCall in blocks.cpp."""
+
+    _fields_ = [
+        ("span", native.SpanCall),
+        ("chosen", ctypes.c_void_p),
+        *((n, ctypes.c_int64) for n in ("slots", "block", "offset", "summaries")),
+    ]
+
+
+class ChooseCall(ctypes.Structure):
+    """ChooseCall in choose.cpp."""
+
+    _fields_ = [
+        ("span", native.SpanCall),
+        *((n, ctypes.c_void_p) for n in ("chosen", "counts")),
+        *((n, ctypes.c_int64) for n in ("slots", "block", "offset", "by_weight")),
+    ]
+
+
+def _results(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    b, h, t, d = q.shape
+    return q.new_empty((b, t, h, d)).transpose(1, 2), q.new_empty((b, h, t))
+
+
+def _gradient_results(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    """In the memory order of the inputs: other branches' gradients lie so too, and are added to these."""
+    return tuple(torch.empty_like(t) if t.stride(-1) == 1 else t.new_empty(t.shape) for t in (q, k, v))
+
+
+def _new_call(
+    q: Tensor, k: Tensor, v: Tensor, chosen: Tensor | None, block: int, offset: int, lse: Tensor
+) -> BlocksCall:
+    span = native.new_call(q, k, Span().numbers())
+    span.q, span.k, span.v, span.lse = native.view(q), native.view(k), native.view(v), lse.data_ptr()
+    if chosen is None:
+        return BlocksCall(span, None, 0, block, offset, True)
+    return BlocksCall(span, chosen.data_ptr(), chosen.shape[3], block, offset, False)
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    chosen: Tensor | None,
+    block: int,
+    offset: int,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    q, k, v = native.rows(q), native.rows(k), native.rows(v)
+    chosen = None if chosen is None else chosen.contiguous()
+    call = _new_call(q, k, v, chosen, block, offset, lse)
+    call.span.out = native.view(out)
+    library.library().headgate_blocks_forward(ctypes.byref(call))
+
+
+def _backward(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    chosen: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    block: int,
+    offset: int,
+    d_q: Tensor,
+    d_k: Tensor,
+    d_v: Tensor,
+) -> None:
+    d_out, q, k, v, out = map(native.rows, (d_out, q, k, v, out))
+    chosen = None if chosen is None else chosen.contiguous()
+    call = _new_call(q, k, v, chosen, block, offset, lse)
+    span = call.span
+    span.out, span.d_out = native.view(out), native.view(d_out)
+    span.d_q, span.d_k, span.d_v = native.view(d_q), native.view(d_k), native.view(d_v)
+    library.library().headgate_blocks_backward(ctypes.byref(call))
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.block, ctx.offset = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _gradients(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    gradients = _blocks_backward(d_out, *ctx.saved_tensors, ctx.block, ctx.offset)
+    return *gradients, None, None, None
+
+
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? chosen"
+blocks_attention = register(
+    "blocks_native", f"({_INPUTS}, int block, SymInt offset) -> (Tensor, Tensor)", _results, _forward
+)
+"""blocks_attention(q, k, v, chosen, block, offset) -> the output and the log-sum-exp. The first query has
+position `offset`. With chosen=None the keys are summaries, one a block, and a query sees those of the blocks
+before its own."""
+_blocks_backward = register(
+    "blocks_native_backward",
+    f"(Tensor d_out, {_INPUTS}, Tensor out, Tensor lse, int block, SymInt offset)"
+    " -> (Tensor, Tensor, Tensor)",
+    _gradient_results,
+    _backward,
+)
+register_gradient("blocks_native", _setup, _gradients)
+refuse_gradient("blocks_native_backward")
+
+
+def _choose_results(
+    q: Tensor, means: Tensor, counts: Tensor, slots: int, block: int, offset: int, by_weight: bool
+) -> tuple[Tensor]:
+    heads = means.shape[1] if by_weight else q.shape[1]
+    return (q.new_empty((q.shape[0], heads, q.shape[2], slots), dtype=torch.int64),)
+
+
+def _choose(
+    q: Tensor,
+    means: Tensor,
+    counts: Tensor,
+    slots: int,
+    block: int,
+    offset: int,
+    by_weight: bool,
+    chosen: Tensor,
+) -> None:
+    q, means = native.rows(q), native.rows(means)
+    span = native.new_call(q, means, Span().numbers())
+    span.q, span.k = native.view(q), native.view(means)
+    call = ChooseCall(span, chosen.data_ptr(), counts.data_ptr(), slots, block, offset, by_weight)
+    library.library().headgate_choose_blocks(ctypes.byref(call))
+
+
+_choose_op = register(
+    "choose_blocks_native",
+    "(Tensor q, Tensor means, Tensor counts, SymInt slots, int block, SymInt offset, bool by_weight)"
+    " -> Tensor[]",
+    _choose_results,
+    _choose,
+)
+
+
+def choose(
+    q: Tensor, means: Tensor, counts: Tensor, *, slots: int, block: int, offset: int, by_weight: bool
+) -> Tensor:
+    """The blocks of each query, best first, `counts` (Tq) of them: (B,heads,Tq,slots), -1 for none."""
+    chosen: Tensor = _choose_op(q, means, counts.int(), slots, block, offset, by_weight)[0]
+    return chosen

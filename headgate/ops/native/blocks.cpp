@@ -1,0 +1,404 @@
+// Attention over chosen blocks of keys, and over one summary of every block.
+//
+// The queries of a head are grouped by the block they chose, so that a tile of them shares its keys and all work
+// is matrix products. What a query has seen so far, a maximum, a sum and an output, waits beside the tiles and
+// is merged with each; the blocks come in their order, so no result depends on which queries share a tile.
+// Summaries need no grouping: a tile is then a run of queries, each with the blocks before its own.
+//
+// Backward: a part, some queries with all heads that share keys, adds up gradients of all keys in its own
+// memory, and the parts are added in their order. Their number follows the shapes alone.
+#include "parallel.h"
+#include "span.h"
+
+#include <cmath>
+
+namespace headgate {
+
+// Mirrored by a ctypes.Structure in blocks_native.py.
+struct BlocksCall {
+    SpanCall span;
+    const int64_t* chosen;  // (B,H,Tq,slots), -1 for none
+    int64_t slots, block, offset, summaries;  // offset: the first query's position; summaries: the keys are such
+};
+
+namespace {
+
+constexpr int64_t ITEMS = 8;  // pieces of work there should be at least
+
+// Queries that share keys, side by side in the lanes.
+struct Tile {
+    int count;
+    int32_t query[BLOCK];  // counted from the first of the strip
+    Segment segment;
+};
+
+// The queries [begin, end) of one head.
+struct Strip {
+    const BlocksCall& of;
+    const int64_t b, h, begin, end;
+    int64_t size() const { return end - begin; }
+    int64_t position(int64_t i) const { return of.offset + begin + i; }
+    int64_t own(int64_t i) const { return position(i) / of.block; }
+
+    // work(tile), the tiles of earlier keys first.
+    template <class Work>
+    void each(const Work& work) const {
+        if (of.summaries)
+            by_position(work);
+        else
+            by_block(work);
+    }
+
+    template <class Work>
+    void by_position(const Work& work) const {
+        for (int64_t first = 0; first < size(); first += BLOCK) {
+            const int count = int(std::min<int64_t>(BLOCK, size() - first));
+            int32_t queries[BLOCK];
+            for (int i = 0; i < count; ++i) queries[i] = int32_t(first + i);
+            emit(work, queries, count, 0, [&](int64_t i) { return own(i); });
+        }
+    }
+
+    template <class Work>
+    void by_block(const Work& work) const {
+        // Sorted by counting. A block's own queries stand before all that can choose it, so the number of keys
+        // that a query sees of it rises along the list.
+        std::vector<int32_t> first(size_t(own(size() - 1) + 2), 0), list;
+        each_choice([&](int64_t, int64_t n) { ++first[n + 1]; });
+        for (size_t n = 1; n < first.size(); ++n) first[n] += first[n - 1];
+        list.resize(size_t(first.back()));
+        std::vector<int32_t> next(first.begin(), first.end() - 1);
+        each_choice([&](int64_t i, int64_t n) { list[next[n]++] = int32_t(i); });
+        for (size_t n = 0; n + 1 < first.size(); ++n) {
+            const int64_t begins = int64_t(n) * of.block, ends = begins + of.block;
+            for (int at = first[n]; at < first[n + 1]; at += BLOCK)
+                emit(work, list.data() + at, std::min(BLOCK, first[n + 1] - at), begins,
+                     [&](int64_t i) { return std::min(ends, position(i) + 1); });
+        }
+    }
+
+    template <class Take>
+    void each_choice(const Take& take) const {
+        for (int64_t i = 0; i < size(); ++i) {
+            const int64_t* row = of.chosen + of.span.per_query(b, h, begin + i) * of.slots;
+            for (int64_t n = 0; n < of.slots; ++n)
+                if (row[n] >= 0 && row[n] < own(i)) take(i, row[n]);
+            take(i, own(i));
+        }
+    }
+
+    template <class Work, class End>
+    static void emit(const Work& work, const int32_t* queries, int count, int64_t from, const End& end_of) {
+        Tile tile;
+        tile.count = count;
+        Segment& s = tile.segment;
+        for (int i = 0; i < count; ++i) {
+            tile.query[i] = queries[i];
+            s.lo[i] = int32_t(from), s.hi[i] = int32_t(end_of(queries[i]));
+        }
+        s.begin = int32_t(from), s.end = s.hi[count - 1], s.ring = false;
+        for (int i = count; i < BLOCK; ++i) tile.query[i] = tile.query[count - 1], s.lo[i] = s.hi[i] = s.end;
+        if (s.begin < s.end) work(tile);
+    }
+};
+
+template <int D>
+void copy_rows(const View& view, const Strip& strip, float factor, float* to) {
+    for (int64_t i = 0; i < strip.size(); ++i) {
+        const float* in = view.row(strip.b, strip.h, strip.begin + i);
+        for (int d = 0; d < D; d += LANES) store(to + i * D + d, load(in + d) * factor);
+    }
+}
+
+// Rows of a tile's queries, and the same with queries in lanes.
+template <int D>
+void gather(const float* from, const Tile& tile, float* rows, float* lanes) {
+    for (int i = 0; i < BLOCK; ++i)
+        for (int d = 0; d < D; d += LANES) store(rows + i * D + d, load(from + tile.query[i] * D + d));
+    transpose<D, BLOCK>(rows, lanes, BLOCK);
+}
+
+template <int D>
+struct Forward {
+    const Strip strip;
+    const SpanCall& call;
+    const int64_t g;
+    float *q, *out, *top, *total;  // of all queries
+    float *rows, *q_lanes, *fresh, *s, *k_room, *v_room, *tops, *totals, *shrink;  // of a tile
+
+    explicit Forward(const Strip& of) : strip(of), call(of.of.span), g(of.h / of.of.span.repeat) {
+        const size_t n = size_t(of.size()), all = n * D, tile = BLOCK * D;
+        Pieces pieces(Scratch::of_thread().floats(2 * Pieces::rounded(all) + 2 * Pieces::rounded(n) + 3 * tile +
+                                                  CHUNK * (BLOCK + 2 * D) + 3 * BLOCK));
+        q = pieces.take(all), out = pieces.take(all), top = pieces.take(n), total = pieces.take(n);
+        rows = pieces.take(tile), q_lanes = pieces.take(tile), fresh = pieces.take(tile);
+        s = pieces.take(CHUNK * BLOCK), k_room = pieces.take(CHUNK * D), v_room = pieces.take(CHUNK * D);
+        tops = pieces.take(BLOCK), totals = pieces.take(BLOCK), shrink = pieces.take(BLOCK);
+    }
+
+    void run() {
+        copy_rows<D>(call.q, strip, LOG2E / std::sqrt(float(D)), q);
+        std::fill(out, out + strip.size() * D, 0.0f);
+        std::fill(top, top + strip.size(), LOWEST);
+        std::fill(total, total + strip.size(), 0.0f);
+        strip.each([&](const Tile& tile) {
+            gather<D>(q, tile, rows, q_lanes);
+            const Segment& segment = tile.segment;
+            for (int chunk = segment.begin; chunk < segment.end; chunk += CHUNK)
+                attend(tile, chunk, std::min(CHUNK, segment.end - chunk));
+        });
+        for (int64_t i = 0; i < strip.size(); ++i) {
+            const int64_t t = strip.begin + i;
+            const bool none = total[i] == 0;  // no block before its own
+            const float factor = none ? 0.0f : 1 / total[i];
+            call.lse[call.per_query(strip.b, strip.h, t)] =
+                none ? -__builtin_inff() : (top[i] + log2(broadcast(total[i]))[0]) * LN2;
+            float* to = call.out.row(strip.b, strip.h, t);
+            for (int d = 0; d < D; d += LANES) store(to + d, load(out + i * D + d) * factor);
+        }
+    }
+
+    void attend(const Tile& tile, int chunk, int keys) {
+        const float* k = key_rows<D>(call.k, strip.b, g, chunk, keys, call.keys, k_room);
+        const float* v = key_rows<D>(call.v, strip.b, g, chunk, keys, call.keys, v_room);
+        for (int i = 0; i < BLOCK; ++i) tops[i] = top[tile.query[i]], totals[i] = total[tile.query[i]];
+        for_panels<BLOCK>(tile.count, [&](int lane, auto n) {
+            const Rows seen(tile.segment, lane, n() * LANES, chunk, keys);
+            scores<D, n()>(NoBias(), k, q_lanes, s, seen, tile.segment, lane, chunk);
+            weigh<n()>(seen, lane);
+            clear_rest<n()>(s, seen, lane, keys);
+        });
+        std::fill(fresh, fresh + BLOCK * D, 0.0f);
+        add_over_keys<D>(s, v, fresh, tile.segment, tile.count, chunk, keys);
+        for (int i = 0; i < tile.count; ++i) {
+            const int64_t at = tile.query[i];
+            top[at] = tops[i], total[at] = totals[i];
+            for (int d = 0; d < D; d += LANES)
+                store(out + at * D + d, load(out + at * D + d) * shrink[i] + load(fresh + i * D + d));
+        }
+    }
+
+    // Scores become weights relative to the running maximum.
+    template <int N>
+    HEADGATE_INLINE void weigh(const Rows& seen, int lane) {
+        vec highest[N], sum[N];
+        for (int j = 0; j < N; ++j) highest[j] = load(tops + lane + j * LANES), sum[j] = vec{};
+        for (int r = seen.begin; r < seen.end; ++r)
+            for (int j = 0; j < N; ++j) highest[j] = max(load(s + r * BLOCK + lane + j * LANES), highest[j]);
+        for (int r = seen.begin; r < seen.end; ++r)
+            for (int j = 0; j < N; ++j) {
+                float* p = s + r * BLOCK + lane + j * LANES;
+                const vec weight = exp2(load(p) - highest[j]);
+                store(p, weight);
+                sum[j] += weight;
+            }
+        for (int j = 0; j < N; ++j) {
+            const int at = lane + j * LANES;
+            const vec factor = exp2(load(tops + at) - highest[j]);
+            store(shrink + at, factor);
+            store(totals + at, load(totals + at) * factor + sum[j]);
+            store(tops + at, highest[j]);
+        }
+    }
+};
+
+template <int D>
+struct Backward {
+    const BlocksCall& of;
+    const SpanCall& call;
+    const int64_t b, g;
+    float *d_k, *d_v;  // of all keys, and ROWS more; d_k in units of log 2
+    float *q, *d_out, *d_q, *lse, *delta;  // of all queries of a head
+    float *q_rows, *q_lanes, *d_rows, *d_lanes, *fresh, *p, *d_s, *k_room, *v_room, *shift, *less;  // of a tile
+
+    Backward(const BlocksCall& o, int64_t batch, int64_t group, int64_t queries, float* gradients)
+        : of(o), call(o.span), b(batch), g(group) {
+        const size_t n = size_t(queries), all = n * D, tile = BLOCK * D;
+        d_k = gradients, d_v = gradients + (call.keys + ROWS) * D;
+        Pieces pieces(Scratch::of_thread().floats(3 * Pieces::rounded(all) + 2 * Pieces::rounded(n) + 5 * tile +
+                                                  2 * CHUNK * (BLOCK + D) + 2 * BLOCK));
+        q = pieces.take(all), d_out = pieces.take(all), d_q = pieces.take(all);
+        lse = pieces.take(n), delta = pieces.take(n);
+        q_rows = pieces.take(tile), q_lanes = pieces.take(tile), d_rows = pieces.take(tile);
+        d_lanes = pieces.take(tile), fresh = pieces.take(tile);
+        p = pieces.take(CHUNK * BLOCK), d_s = pieces.take(CHUNK * BLOCK);
+        k_room = pieces.take(CHUNK * D), v_room = pieces.take(CHUNK * D);
+        shift = pieces.take(BLOCK), less = pieces.take(BLOCK);
+    }
+
+    void head(const Strip& strip) {
+        const float scale = 1 / std::sqrt(float(D));
+        copy_rows<D>(call.q, strip, LOG2E * scale, q);
+        copy_rows<D>(call.d_out, strip, 1.0f, d_out);
+        std::fill(d_q, d_q + strip.size() * D, 0.0f);
+        for (int64_t i = 0; i < strip.size(); ++i) {
+            const float* out = call.out.row(b, strip.h, strip.begin + i);
+            vec dot{};
+            for (int d = 0; d < D; d += LANES) dot += load(out + d) * load(d_out + i * D + d);
+            const float sums = call.lse[call.per_query(b, strip.h, strip.begin + i)];
+            lse[i] = sums == -__builtin_inff() ? 0.0f : sums * LOG2E, delta[i] = sum(dot);
+        }
+        strip.each([&](const Tile& tile) {
+            gather<D>(q, tile, q_rows, q_lanes);
+            gather<D>(d_out, tile, d_rows, d_lanes);
+            for (int i = 0; i < BLOCK; ++i) shift[i] = lse[tile.query[i]], less[i] = delta[tile.query[i]];
+            const Segment& segment = tile.segment;
+            for (int chunk = segment.begin; chunk < segment.end; chunk += CHUNK)
+                attend(tile, chunk, std::min(CHUNK, segment.end - chunk));
+        });
+        for (int64_t i = 0; i < strip.size(); ++i) {
+            float* to = call.d_q.row(b, strip.h, strip.begin + i);
+            for (int d = 0; d < D; d += LANES) store(to + d, load(d_q + i * D + d) * scale);
+        }
+    }
+
+    void attend(const Tile& tile, int chunk, int keys) {
+        const float* k = key_rows<D>(call.k, b, g, chunk, keys, call.keys, k_room);
+        const float* v = key_rows<D>(call.v, b, g, chunk, keys, call.keys, v_room);
+        const Segment& segment = tile.segment;
+        for_panels<BLOCK>(tile.count, [&](int lane, auto n) {
+            const Rows seen(segment, lane, n() * LANES, chunk, keys);
+            scores<D, n()>(NoBias(), k, q_lanes, p, seen, segment, lane, chunk);
+            for (int r = seen.begin; r < seen.end; r += ROWS)
+                product<n(), D, 1, BLOCK, false>(v + r * D, d_lanes + lane, d_s + r * BLOCK + lane, BLOCK, D);
+            differentiate<n()>(seen, lane);
+            clear_rest<n()>(p, seen, lane, keys);
+            clear_rest<n()>(d_s, seen, lane, keys);
+        });
+        add_over_queries<D>(p, d_rows, d_v + chunk * D, segment, tile.count, chunk, keys);
+        add_over_queries<D>(d_s, q_rows, d_k + chunk * D, segment, tile.count, chunk, keys);
+        std::fill(fresh, fresh + BLOCK * D, 0.0f);
+        add_over_keys<D>(d_s, k, fresh, segment, tile.count, chunk, keys);
+        for (int i = 0; i < tile.count; ++i) {
+            float* to = d_q + tile.query[i] * D;
+            for (int d = 0; d < D; d += LANES) store(to + d, load(to + d) + load(fresh + i * D + d));
+        }
+    }
+
+    template <int N>
+    HEADGATE_INLINE void differentiate(const Rows& seen, int lane) {
+        for (int r = seen.begin; r < seen.end; ++r)
+            for (int j = 0; j < N; ++j) {
+                const int in_row = lane + j * LANES, at = r * BLOCK + in_row;
+                const vec weight = exp2(load(p + at) - load(shift + in_row));
+                store(p + at, weight);
+                store(d_s + at, weight * (load(d_s + at) - load(less + in_row)));
+            }
+    }
+};
+
+// One query alone: head width lies in the vector lanes, and time is what reading its keys takes.
+template <int D>
+void attend_one(const BlocksCall& of, int64_t b, int64_t h, int64_t t) {
+    const SpanCall& call = of.span;
+    const int64_t g = h / call.repeat, position = of.offset + t, own = position / of.block;
+    const float* q = call.q.row(b, h, t);
+    std::vector<int32_t> keys;
+    auto see = [&](int64_t block, int64_t end) {
+        for (int64_t key = block * of.block; key < end; ++key) keys.push_back(int32_t(key));
+    };
+    const int64_t* chosen = of.chosen + call.per_query(b, h, t) * of.slots;
+    for (int64_t n = 0; n < of.slots; ++n)
+        if (chosen[n] >= 0 && chosen[n] < own) see(chosen[n], (chosen[n] + 1) * of.block);
+    see(own, position + 1);
+    const int count = int(keys.size());
+    keys.resize(size_t(count + LANES), keys.back());
+    float* s = Scratch::of_thread().floats(size_t(count + LANES));
+    vec highest = broadcast(LOWEST);
+    for (int j = 0; j < count; j += LANES) {
+        vec parts[LANES];
+        for (int r = 0; r < LANES; ++r) {
+            const float* key = call.k.row(b, g, keys[j + r]);
+            parts[r] = load(q) * load(key);
+            for (int d = LANES; d < D; d += LANES) parts[r] += load(q + d) * load(key + d);
+        }
+        vec score = lane_sums(parts) * (LOG2E / std::sqrt(float(D)));
+        for (int r = count - j; r < LANES; ++r) score[r] = -__builtin_inff();
+        store(s + j, score);
+        highest = max(score, highest);
+    }
+    float top = LOWEST;
+    for (int r = 0; r < LANES; ++r) top = std::max(top, highest[r]);
+    vec total{}, out[D / LANES] = {};
+    for (int j = 0; j < count; j += LANES) {
+        const vec weight = exp2(load(s + j) - top);
+        store(s + j, weight);
+        total += weight;
+    }
+    for (int j = 0; j < count; ++j) {
+        const float* v = call.v.row(b, g, keys[j]);
+        for (int d = 0; d < D / LANES; ++d) out[d] += s[j] * load(v + d * LANES);
+    }
+    const float all = sum(total);
+    float* to = call.out.row(b, h, t);
+    for (int d = 0; d < D / LANES; ++d) store(to + d * LANES, out[d] / all);
+    call.lse[call.per_query(b, h, t)] = (top + log2(broadcast(all))[0]) * LN2;
+}
+
+// Where the n-th of `parts` strips of queries begins.
+int64_t cut(const SpanCall& call, int64_t n, int64_t parts) {
+    return n == parts ? call.queries : call.queries * n / parts / BLOCK * BLOCK;
+}
+
+int64_t parts_for(const SpanCall& call, int64_t units) {
+    return std::clamp<int64_t>((ITEMS + units - 1) / units, 1, std::max<int64_t>(1, call.queries / 256));
+}
+
+}  // namespace
+}  // namespace headgate
+
+extern "C" __attribute__((visibility("default"))) void headgate_blocks_forward(
+    const headgate::BlocksCall* of) {
+    using namespace headgate;
+    const SpanCall& call = of->span;
+    const int64_t heads = call.heads(), units = call.batch * heads, parts = parts_for(call, units);
+    const bool few = !of->summaries && call.queries <= FEW;
+    for_width(call.width, [&](auto width) {
+        constexpr int D = width();
+        if (few)
+            return parallel_for(units * call.queries, int(call.threads), [&](int64_t item) {
+                const int64_t unit = item / call.queries;
+                attend_one<D>(*of, unit / heads, unit % heads, item % call.queries);
+            });
+        parallel_for(units * parts, int(call.threads), [&](int64_t item) {
+            const int64_t unit = item / parts, part = parts - 1 - item % parts;
+            const Strip strip{*of, unit / heads, unit % heads, cut(call, part, parts), cut(call, part + 1, parts)};
+            if (strip.size() > 0) Forward<D>(strip).run();
+        });
+    });
+}
+
+extern "C" __attribute__((visibility("default"))) void headgate_blocks_backward(
+    const headgate::BlocksCall* of) {
+    using namespace headgate;
+    const SpanCall& call = of->span;
+    const int64_t pairs = call.batch * call.groups, parts = parts_for(call, pairs);
+    const int64_t rows = call.keys + ROWS, size = 2 * rows * call.width;
+    float* sums = allocate(size_t(pairs * parts * size));
+    for_width(call.width, [&](auto width) {
+        constexpr int D = width();
+        parallel_for(pairs * parts, int(call.threads), [&](int64_t item) {
+            const int64_t pair = item / parts, b = pair / call.groups, g = pair % call.groups;
+            const int64_t begin = cut(call, item % parts, parts), end = cut(call, item % parts + 1, parts);
+            float* gradients = sums + item * size;
+            std::fill(gradients, gradients + size, 0.0f);
+            Backward<D> backward(*of, b, g, end - begin, gradients);
+            for (int64_t r = 0; r < call.repeat && begin < end; ++r)
+                backward.head({*of, b, g * call.repeat + r, begin, end});
+        });
+        parallel_for(pairs, int(call.threads), [&](int64_t pair) {
+            const float* in = sums + pair * parts * size;
+            for (int64_t key = 0; key < call.keys; ++key)
+                for (int d = 0; d < D; d += LANES) {
+                    vec of_k{}, of_v{};
+                    for (int64_t n = 0; n < parts; ++n) {
+                        of_k += load(in + n * size + key * D + d);
+                        of_v += load(in + n * size + (rows + key) * D + d);
+                    }
+                    store(call.d_k.row(pair / call.groups, pair % call.groups, key) + d, of_k * LN2);
+                    store(call.d_v.row(pair / call.groups, pair % call.groups, key) + d, of_v);
+                }
+        });
+    });
+    std::free(sums);
+}
