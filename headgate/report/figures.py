@@ -10,10 +10,10 @@ from headgate.report.painting import (
     LOGARITHMIC,
     ROWS,
     VARIANT,
+    FigureView,
     PageFigure,
     Painter,
     Rows,
-    View,
     finished,
     picked,
     powers_of_two,
@@ -60,7 +60,7 @@ def difference_figure(results: Mapping[str, Any], painter: Painter) -> PageFigur
     return PageFigure("differences", "How far from the baseline", views)
 
 
-def _forest(results: Mapping[str, Any], painter: Painter, rows: Rows, caption: str) -> View:
+def _forest(results: Mapping[str, Any], painter: Painter, rows: Rows, caption: str) -> FigureView:
     """A row for each variant, the best on top."""
     shown_as = effect(results)
     order = [row["label"] for row in sorted(rows, key=lambda row: row[shown_as.fields[0]])]
@@ -347,7 +347,7 @@ def head_figure(results: Mapping[str, Any]) -> PageFigure | None:
             color=alt.condition("datum.gate > 0.55", alt.value("#111111"), alt.value("#f4f4f4")),
         )
         layers = (cells, numbers) if len(rows) <= 160 else (cells,)
-        views[variant["label"]] = View(
+        views[variant["label"]] = FigureView(
             finished(alt.layer(*layers), rows, height=26 * len(variant["gates"]["heads"])),
             columns,
             f"{variant['label']}: mean gate of each head at the end of training, over the seeds and the "
@@ -369,7 +369,7 @@ def movement_figure(results: Mapping[str, Any]) -> PageFigure | None:
             alt.Color("layer:O", title="layer", scale=alt.Scale(scheme="viridis")),
             tooltip=tooltips(columns),
         )
-        views[variant["label"]] = View(
+        views[variant["label"]] = FigureView(
             finished(alt.layer(chart.mark_line(), chart.mark_point(filled=True)), rows),
             columns,
             f"{variant['label']}: mean gate of each layer at each evaluation.",

@@ -25,7 +25,7 @@ from headgate.report.painting import CROWD, PageFigure
 from headgate.report.publish import standing_alone
 from headgate.report.reading import read_results, results_path
 from headgate.report.tradeoff import SHARE, effect
-from headgate.report.words import bytes_in_words, decimal, p_in_words, percent, signed
+from headgate.report.words import bytes_in_words, decimal, p_in_words, percent, with_sign
 from headgate.version import __version__
 
 SYMBOLS = {
@@ -55,7 +55,7 @@ def page(study: Mapping[str, Any]) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= {
-        "signed": signed,
+        "signed": with_sign,
         "percent": percent,
         "number": decimal,
         "p": p_in_words,
@@ -180,7 +180,7 @@ def _by_seed(variant: Mapping[str, Any], baseline: Mapping[str, Any]) -> list[st
         return []
     theirs = {run["seed"]: run.get("loss") for run in baseline["runs"] if run["state"] == "finished"}
     return [
-        signed(run["loss"] - theirs[run["seed"]], 3)
+        with_sign(run["loss"] - theirs[run["seed"]], 3)
         for run in variant["runs"]
         if run["state"] == "finished" and run["loss"] is not None and theirs.get(run["seed"]) is not None
     ]

@@ -29,7 +29,7 @@ VARIANT = ("label", "variant", "")
 
 
 @dataclass(frozen=True)
-class View:
+class FigureView:
     """One picture of a figure."""
 
     spec: dict[str, Any]
@@ -47,7 +47,7 @@ class View:
 class PageFigure:
     name: str
     title: str
-    views: Mapping[str, View] = field(default_factory=dict)
+    views: Mapping[str, FigureView] = field(default_factory=dict)
     """By name; the first is the one that is shown."""
 
 
@@ -93,7 +93,7 @@ class Painter:
         band: tuple[str, str] | None = None,
         rule: float | None = None,
         layers: Sequence[alt.Chart] = (),
-    ) -> View:
+    ) -> FigureView:
         """A line for each variant: y is a field and its title, band two fields, rule a level to mark."""
         chart = self.chart(rows)
         title = y[1]
@@ -108,7 +108,7 @@ class Painter:
         parts.append(chart.mark_line(strokeWidth=2).encode(x, middle, self.colour, self.dash))
         points = chart.mark_point(filled=True, size=45, opacity=1)
         parts.append(points.encode(x, middle, self.colour, self.shape, tooltip=tooltips(columns)))
-        return View(finished(alt.layer(*parts, *layers), rows), columns, caption)
+        return FigureView(finished(alt.layer(*parts, *layers), rows), columns, caption)
 
     def intervals(
         self,
@@ -122,7 +122,7 @@ class Painter:
         rule: float,
         format: str,
         domain: Sequence[float],
-    ) -> View:
+    ) -> FigureView:
         """A row for each variant: `fields` are its mean and its interval as judged; the interval that is its
         own alone has the same names with plain_ before them."""
         chart = alt.Chart(alt.NamedData(ROWS))
@@ -145,7 +145,7 @@ class Painter:
             tooltip=tooltips(columns),
         )
         drawing = finished(alt.layer(level(rule, "x"), thin, thick, points), rows, height=ROW * len(rows))
-        return View(drawing, columns, caption)
+        return FigureView(drawing, columns, caption)
 
 
 def level(at: float, axis: str) -> alt.Chart:

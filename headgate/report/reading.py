@@ -53,10 +53,12 @@ def _with_both_intervals(results: dict[str, Any]) -> None:
     judged = [v["difference"] for v in results["variants"] if v.get("difference")]
     tested = sum(difference["p"] is not None for difference in judged)
     for difference in judged:
-        if "p_holm" not in difference:
+        if "p_corrected" in difference:
+            for end in ("low", "high", "relative_low", "relative_high"):
+                difference.setdefault(f"plain_{end}", difference[end])
             continue
-        p, corrected = difference["p"], difference.pop("p_holm")
-        difference |= {"p_corrected": corrected, "family": "named", "of_family": tested}
+        p, corrected = difference["p"], difference["p_holm"]
+        difference |= {"p_corrected": corrected, "family": "named", "of_family": tested, "detectable": None}
         for end in ("low", "high", "relative_low", "relative_high"):
             difference[f"plain_{end}"] = difference[end]
         if difference["mean"] == difference["low"] == difference["high"] == 0:

@@ -15,10 +15,10 @@ import altair as alt
 from headgate.report.painting import (
     BARE_ZERO,
     VARIANT,
+    FigureView,
     PageFigure,
     Painter,
     Rows,
-    View,
     finished,
     level,
     picked,
@@ -161,7 +161,9 @@ def _price(name: str, cost: Mapping[str, Any], reference: Mapping[str, Any]) -> 
     return {"cost": cost["cache_bytes"] / whole if whole else None, "cost_low": None, "cost_high": None}
 
 
-def _view(results: Mapping[str, Any], painter: Painter, shown_as: Effect, rows: Rows, words: str) -> View:
+def _view(
+    results: Mapping[str, Any], painter: Painter, shown_as: Effect, rows: Rows, words: str
+) -> FigureView:
     mean, low, high = shown_as.fields
     costs = [end for row in rows for end in (row["cost"], row["cost_low"], row["cost_high"]) if end]
     least, most = min(costs) / 1.06, max(costs) * 1.06
@@ -244,7 +246,7 @@ def _view(results: Mapping[str, Any], painter: Painter, shown_as: Effect, rows: 
         caption += " Horizontal lines: the middle half of interleaved rounds."
     if painter.crowded:
         caption += " Ablations are in a figure of their own."
-    return View(finished(alt.layer(*layers), rows, height=HEIGHT), columns, caption)
+    return FigureView(finished(alt.layer(*layers), rows, height=HEIGHT), columns, caption)
 
 
 def _one() -> alt.Chart:

@@ -3,7 +3,7 @@
 MINUS = "\N{MINUS SIGN}"
 
 
-def signed(value: float | None, digits: int = 4) -> str:
+def with_sign(value: float | None, digits: int = 4) -> str:
     return "" if value is None else _without_sign_of_zero(f"{value:+.{digits}f}")
 
 

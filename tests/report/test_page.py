@@ -16,7 +16,7 @@ from headgate.report.page import groups, page, write_page
 from headgate.report.publish import publish_study
 from headgate.report.reading import read_results
 from headgate.report.tradeoff import frontier
-from headgate.report.words import percent, signed
+from headgate.report.words import percent, with_sign
 
 FINDINGS = Path(__file__).parents[2] / "studies" / "first" / "results"
 
@@ -229,7 +229,7 @@ def test_nothing_is_minus_nothing() -> None:
     assert percent(-0.0004) == "0.0%"
     assert percent(0.0) == "0.0%"
     assert percent(-0.012) == "−1.2%"
-    assert signed(-0.00001) == "0.0000"
+    assert with_sign(-0.00001) == "0.0000"
     for part in ("text", "late", "start", "recall", "long"):
         assert not re.search(r"[+−-]0(\.0+)?%", page(read_results(FINDINGS / part)).partition("<script")[0])
 
