@@ -210,6 +210,14 @@ class TrainConfig:
     """Optimiser steps."""
     learning_rate: float
     """Peak learning rate."""
+    documents: Literal["stream", "mask"] = "stream"
+    """mask: no token attends to another document than its own. stream: it sees whatever stands before it."""
+    document_positions: Literal["document", "stream"] = "document"
+    """Of masked documents: whether positions begin anew with each, or go on through the sequence."""
+    boundaries: Literal["ignore", "count"] = "ignore"
+    """Of masked documents: whether the first token of the next one is a target of a document's last."""
+    packing: Literal["stream", "whole"] = "stream"
+    """Sequences are cut from the stream of documents, or filled with whole ones (masked) and padded."""
     accumulation: int = 1
     """Forward passes whose gradients make one step."""
     optimizer: Literal["adamw", "muon"] = "adamw"
@@ -260,6 +268,12 @@ class TrainConfig:
         )
         require_at_least(self, 1, "document_tokens")
         require_at_least(self, 0, "warmup_steps", "weight_decay", "final_learning_rate")
+        if self.packing == "whole" and (self.documents, self.boundaries) != ("mask", "ignore"):
+            raise HeadgateError(
+                f"packing='whole' with documents={self.documents!r} and boundaries={self.boundaries!r}: "
+                "documents are laid together in an order of their own, in which none follows from another; "
+                "set train.documents=mask and train.boundaries=ignore"
+            )
         for name in ("learning_rate", "eps", "clip"):
             if not 0 < getattr(self, name) < math.inf:
                 raise HeadgateError(f"{name}={getattr(self, name)} must be above 0, and finite")
@@ -367,7 +381,7 @@ class SuiteOptions:
     tasks: str = ""
     """Tasks, separated by spaces, with options unlike the suite's: 'mqar markov:order=2'. Default: all."""
     rates: str = "0.003,0.01,0.03"
-    """Learning rates that every variant is tried at."""
+    """Learning rates that every variant is tried at; a single one needs no tuning."""
     tuning_seeds: int = 1
     """Runs at each learning rate."""
     seeds: int = 2

@@ -49,6 +49,7 @@ def tiny() -> Config:
         ),
         train=TrainConfig(
             context=256,
+            documents="mask",
             batch_size=8,
             steps=300,
             learning_rate=2e-3,

@@ -236,6 +236,32 @@ def test_a_plain_span_says_all_there_is_to_it(variant: Variant) -> None:
 
 @each_path
 @each_variant
+def test_documents_of_a_sequence_are_as_if_alone(variant: Variant) -> None:
+    """Outputs and every gradient, whether the mechanism handles documents or is run for each."""
+    rows = [[1, PREFIX + WINDOW + 9, 3, 2 * BLOCK + 1], [WINDOW + 2, PREFIX + 3, 25]]
+    mechanism = shaken(variant.build(2))
+    inputs = tensors(variant, length=sum(rows[0]), batch=2, kv_heads=2)
+    ids = torch.tensor([[n for n, size in enumerate(row) for _ in range(size)] for row in rows])
+    starts = headgate.ops.document_starts(ids)
+
+    def packed(*given: Tensor) -> Tensor:
+        return mechanism(*given, Past(documents=starts))
+
+    def separate(*given: Tensor) -> Tensor:
+        whole = []
+        for row, sizes in enumerate(rows):
+            parts = [t[row : row + 1].split(sizes, 1 if n == 0 else 2) for n, t in enumerate(given)]
+            whole.append(torch.cat([mechanism(*part) for part in zip(*parts, strict=True)], 2))
+        return torch.cat(whole)
+
+    together = results(mechanism, packed, inputs, torch.float32)
+    alone = results(mechanism, separate, inputs, torch.float32)
+    for name in alone:
+        assert_close(together[name], alone[name], 1e-5, name)
+
+
+@each_path
+@each_variant
 def test_no_token_sees_a_later_one(variant: Variant) -> None:
     length = PREFIX + WINDOW + 7
     mechanism = shaken(variant.build(2))

@@ -48,6 +48,7 @@ def evaluate(
     context: int | None = None,
     device: str | None = None,
     skip_below: tuple[float, ...] = (),
+    by_document: bool = False,
     json: bool = False,
 ) -> None:
     """Evaluate a run on a split: loss, perplexity, bits per byte, loss by position, gates.
@@ -61,6 +62,7 @@ def evaluate(
         context: Tokens of a sequence. Default: as in training.
         device: A device such as cpu or cuda. Default: the GPU if there is one.
         skip_below: Gate thresholds to try: how much each skips in decoding, the time saved, the loss added.
+        by_document: Show the hardest and the easiest documents as well.
         json: Print one JSON object instead of tables.
     """
     from headgate.train.evaluate import evaluate_run
@@ -73,7 +75,7 @@ def evaluate(
         from headgate.measure.skipping import gate_skipping, print_skipping
 
         skipped = gate_skipping(run, skip_below, **chosen)
-    result = evaluate_run(run, **chosen)
+    result = evaluate_run(run, **chosen, by_document=5 if by_document else 0)
     if skipped:
         result["skipping"] = [threshold.to_dict() for threshold in skipped]
     print_evaluation(result, as_json=json)

@@ -130,6 +130,8 @@ def _train(
     home: Path, runs: Sequence[SuiteRun], settings: Config, at_once: int, progress: StudyProgress
 ) -> bool:
     """Train what is not finished; a run that fails does not stop the others. Whether all finished."""
+    if not runs:
+        return True
     waiting = {run.log.stem: run for run in runs if not run.finished}
     steps = settings.train.steps
     settled = steps * (len(runs) - len(waiting))

@@ -71,6 +71,9 @@ def read_plan(folder: Path) -> SuitePlan:
 
 
 def tuning_runs(plan: SuitePlan, task: str, home: Path) -> Iterator[SuiteRun]:
+    """None if there is but one learning rate."""
+    if len(plan.rates) == 1:
+        return
     for seed in range(FIRST_TUNING_SEED, FIRST_TUNING_SEED + plan.tuning_seeds):
         for variant in plan.variants:
             for rate in plan.rates:
@@ -82,14 +85,16 @@ def judged_runs(plan: SuitePlan, task: str, home: Path) -> Iterator[SuiteRun]:
     runs = list(tuning_runs(plan, task, home))
     for seed in range(plan.seeds):
         for variant in plan.variants:
-            best = best_rate([run for run in runs if run.variant.label == variant.label])
+            best = best_rate(plan, [run for run in runs if run.variant.label == variant.label])
             if best is not None:
                 yield SuiteRun(task, variant, seed, best, False, home)
 
 
-def best_rate(runs: Sequence[SuiteRun]) -> float | None:
+def best_rate(plan: SuitePlan, runs: Sequence[SuiteRun]) -> float | None:
     """The rate with the lowest mean validation loss over the tuning seeds; a run that failed or diverged
     rules its rate out."""
+    if len(plan.rates) == 1:
+        return plan.rates[0]
     losses: dict[float, list[float]] = {}
     for run in runs:
         losses.setdefault(run.rate, []).append(final_loss(run))

@@ -92,7 +92,7 @@ def _row(
     judged: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Any]:
     tuning = [run for run in tuning_runs(plan, name, home) if run.variant.label == variant.label]
-    rate = best_rate(tuning)
+    rate = best_rate(plan, tuning)
     runs = [run for run in judged_runs(plan, name, home) if run.variant.label == variant.label]
     found = [_judged_run(run, record, judged.get(run.place)) for run in runs]
     done = [run for run in found if run["state"] == "finished"]

@@ -4,17 +4,22 @@ The tokens of a split are one stream, cut into windows of `length` tokens; a win
 moved on by one. A pass over all windows in shuffled order is an epoch. A sample is a place in the endless row
 of epochs: sample s is window number `permute(s % windows)` of epoch `s // windows`. So the whole state of a
 loader is how many samples have been served, and any number of ranks can share them out or take over.
+
+With packing, a window is a sequence of whole documents instead, and all else stays the same.
 """
 
 import hashlib
 import itertools
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from headgate.config import TrainConfig
+from headgate.data.packing import pack
 from headgate.data.shards import Split
 from headgate.errors import HeadgateError
 
@@ -27,14 +32,36 @@ ORDER_BLOCK = 4096
 OPEN_SHARDS = 128
 
 
+@dataclass(frozen=True)
+class DocumentLengths:
+    """How long the documents are that stand in the windows of a split, as far as they stand in one."""
+
+    lengths: np.ndarray
+    """Different ones, rising."""
+    counts: np.ndarray
+    """How many documents are so long."""
+
+    @property
+    def tokens(self) -> int:
+        return int((self.lengths * self.counts).sum())
+
+    @property
+    def mean(self) -> float:
+        return self.tokens / int(self.counts.sum())
+
+
 class Windows:
     """The windows of a split; every token but the first is a target that counts in exactly one of them.
 
     The last window is moved back to end with the stream; the targets that it shares with the one before are
-    ignored in it, and so are those that a shard's loss mask leaves out.
+    ignored in it, and so are those that a shard's loss mask leaves out. With `documents` a window's documents
+    are to be kept apart: `document_ids` says which is which, and a target that begins another document than
+    its token's is ignored, unless `count_boundaries`.
     """
 
-    def __init__(self, split: Split, length: int) -> None:
+    def __init__(
+        self, split: Split, length: int, *, documents: bool = False, count_boundaries: bool = False
+    ) -> None:
         if length < 1:
             raise HeadgateError(f"length={length} is too small; a window has at least 1 token")
         if split.tokens <= length:
@@ -42,8 +69,15 @@ class Windows:
                 f"split {split.name!r} has {split.tokens} tokens, too few for a window of {length} and the "
                 "target of its last one; choose a shorter length or prepare more text"
             )
+        bare = next((shard for shard in split.shards if documents and not shard.has_index), None)
+        if bare is not None:
+            raise HeadgateError(
+                f"{bare.path} has no index, so documents cannot be told apart in it; train with "
+                "train.documents=stream"
+            )
         self.split = split
         self.length = length
+        self.separate, self.count_boundaries = documents, count_boundaries
         self.has_loss = any(shard.has_loss for shard in split.shards)
         self.answer_groups = split.task.groups if split.task is not None else ()
         self.has_documents = all(shard.has_index for shard in split.shards)
@@ -60,51 +94,77 @@ class Windows:
         """Tokens and targets of these windows, int64 of shape (B, T)."""
         import torch
 
-        stream = np.empty((len(windows), self.length + 1), dtype=np.int64)
-        targets = np.empty((len(windows), self.length), dtype=np.int64)
+        tokens = np.zeros((len(windows), self.length), dtype=np.int64)
+        targets = np.full((len(windows), self.length), IGNORED, dtype=np.int64)
         for row, window in enumerate(windows):
-            start = self._start(int(window))
-            for shard, first, last, place in self._pieces(start, self.length + 1):
-                stream[row, place : place + last - first] = self._tokens(shard)[first:last]
-            targets[row] = stream[row, 1:]
-            if self.has_loss:
-                self._ignore(targets[row], start + 1)
-            targets[row, : int(window) * self.length - start] = IGNORED
-        return torch.from_numpy(np.ascontiguousarray(stream[:, :-1])), torch.from_numpy(targets)
+            for start, place, count in self._stretches(int(window)):
+                for shard, first, last, at in self._pieces(start, count):
+                    tokens[row, place + at : place + at + last - first] = self._tokens(shard)[first:last]
+                followed = min(count, self.split.tokens - 1 - start)  # the stream's last token has no target
+                of_row = targets[row, place : place + followed]
+                of_row[:-1] = tokens[row, place + 1 : place + followed]
+                if followed:
+                    shard, first, _, _ = next(self._pieces(start + followed, 1))
+                    of_row[-1] = self._tokens(shard)[first]
+                if self.has_loss:
+                    self._ignore(of_row, start + 1)
+                if self.separate and not self.count_boundaries:
+                    of_row[self._beginnings(start + 1, followed)] = IGNORED
+            targets[row, : self._seen_before(int(window))] = IGNORED
+        return torch.from_numpy(tokens), torch.from_numpy(targets)
 
     def document_ids(self, windows: Sequence[int] | np.ndarray) -> "Tensor":
-        """For each token of these windows, the number in the split of the document it stands in: (B,T)."""
+        """For each token of these windows, the number in the split of the document it stands in: (B,T); for
+        padding, a number above all others."""
+        return self._numbered(windows, 0)
+
+    def target_documents(self, windows: Sequence[int] | np.ndarray) -> "Tensor":
+        """For each target of these windows, the number in the split of the document it stands in: (B,T)."""
+        return self._numbered(windows, 1)
+
+    def _numbered(self, windows: Sequence[int] | np.ndarray, ahead: int) -> "Tensor":
         import torch
 
-        ids = np.empty((len(windows), self.length), dtype=np.int64)
+        numbers = np.full((len(windows), self.length), self.documents, dtype=np.int64)
         for row, window in enumerate(windows):
-            for shard, first, last, place in self._pieces(self._start(int(window)), self.length):
-                ids[row, place : place + last - first] = self._numbers(shard, first, last)
-        return torch.from_numpy(ids)
+            for start, place, count in self._stretches(int(window)):
+                inside = min(count, self.split.tokens - ahead - start)
+                for shard, first, last, at in self._pieces(start + ahead, inside):
+                    numbers[row, place + at : place + at + last - first] = self._numbers(shard, first, last)
+        return torch.from_numpy(numbers)
 
     def marks(self, windows: Sequence[int] | np.ndarray) -> np.ndarray:
         """The bytes of the loss mask at the targets of these windows (B, T); 1 where a shard has no mask."""
         marks = np.ones((len(windows), self.length), dtype=np.int64)
         for row, window in enumerate(windows):
-            for shard, first, last, place in self._pieces(self._start(int(window)) + 1, self.length):
-                if self.split.shards[shard].has_loss:
-                    marks[row, place : place + last - first] = self._loss(shard)[first:last]
+            for start, place, count in self._stretches(int(window)):
+                for shard, first, last, at in self._pieces(
+                    start + 1, min(count, self.split.tokens - 1 - start)
+                ):
+                    if self.split.shards[shard].has_loss:
+                        marks[row, place + at : place + at + last - first] = self._loss(shard)[first:last]
         return marks
-
-    def target_documents(self, windows: Sequence[int] | np.ndarray) -> "Tensor":
-        """For each target of these windows, the number in the split of the document it stands in: (B,T)."""
-        import torch
-
-        numbers = np.empty((len(windows), self.length), dtype=np.int64)
-        for row, window in enumerate(windows):
-            for shard, first, last, place in self._pieces(self._start(int(window)) + 1, self.length):
-                numbers[row, place : place + last - first] = self._numbers(shard, first, last)
-        return torch.from_numpy(numbers)
 
     @cached_property
     def documents(self) -> int:
         """How many documents the split has."""
         return self._documents_before[-1]
+
+    def document_lengths(self) -> DocumentLengths:
+        """Of the documents as the windows cut them."""
+        places = [np.arange(0, self.split.tokens, self.length)]
+        for before, shard in zip(self._starts, self.split.shards, strict=False):
+            places.append(before + shard.load_ends().astype(np.int64))
+        pieces: np.ndarray = np.diff(np.unique(np.concatenate(places)))
+        return DocumentLengths(*np.unique(pieces, return_counts=True))
+
+    def beginning(self, document: int, count: int) -> list[int]:
+        """The first tokens, at most `count`, of the document with this number in the split."""
+        shard = bisect_right(self._documents_before, document) - 1
+        number, ends = document - self._documents_before[shard], self._ends(shard)
+        first = int(ends[number - 1]) if number else 0
+        tokens: list[int] = self._tokens(shard)[first : min(int(ends[number]), first + count)].tolist()
+        return tokens
 
     @cached_property
     def _documents_before(self) -> list[int]:
@@ -118,14 +178,30 @@ class Windows:
         edges = np.concatenate([[first], ends[low:high].astype(np.int64), [last]])
         return np.repeat(self._documents_before[shard] + np.arange(low, high + 1), np.diff(edges))
 
+    def _beginnings(self, start: int, count: int) -> np.ndarray:
+        """Which of `count` tokens of the stream from `start` on are the first of a document."""
+        found = []
+        for shard, first, last, at in self._pieces(start, count):
+            ends = self._ends(shard)
+            low, high = np.searchsorted(ends, np.array([first, last], dtype=ends.dtype), side="left")
+            found.append(ends[low:high].astype(np.int64) - first + at)
+            if first == 0:
+                found.append(np.array([at]))
+        return np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
+
     def _ignore(self, targets: np.ndarray, start: int) -> None:
         """Take out the targets, which stand in the stream from `start` on, that a loss mask leaves out."""
-        for shard, first, last, place in self._pieces(start, self.length):
+        for shard, first, last, place in self._pieces(start, len(targets)):
             if self.split.shards[shard].has_loss:
                 targets[place : place + last - first][self._loss(shard)[first:last] == 0] = IGNORED
 
-    def _start(self, window: int) -> int:
-        return min(window * self.length, self.split.tokens - 1 - self.length)
+    def _stretches(self, window: int) -> Sequence[tuple[int, int, int]]:
+        """Of what a window consists: from where in the stream, to where in the row, how many tokens."""
+        return [(min(window * self.length, self.split.tokens - 1 - self.length), 0, self.length)]
+
+    def _seen_before(self, window: int) -> int:
+        """How many of a window's first targets count in the window before."""
+        return max(0, window * self.length - (self.split.tokens - 1 - self.length))
 
     def _pieces(self, start: int, count: int) -> Iterator[tuple[int, int, int, int]]:
         """Where `count` tokens of the stream from `start` on lie: shard, first, last, place in the row."""
@@ -137,6 +213,65 @@ class Windows:
             yield shard, first, last, place
             place += last - first
             shard += 1
+
+
+class PackedDocuments(Windows):
+    """Windows of whole documents, as few as best fit makes them, the rest of each padded.
+
+    A document longer than a window is cut into windows of its own, and a rest. Every token but the first of
+    its document is a target that counts in exactly one of them.
+    """
+
+    def __init__(self, split: Split, length: int) -> None:
+        super().__init__(split, length, documents=True)
+        starts, counts = self._cut()
+        if not len(starts):
+            raise HeadgateError(f"split {split.name!r} has no document of two tokens or more; prepare others")
+        sequences = pack(counts, length)
+        order = np.argsort(sequences, kind="stable")
+        self._from, self._counts = starts[order], counts[order]
+        self._begins = np.searchsorted(sequences[order], np.arange(sequences.max() + 2))
+        self.padding = 1 - float(counts.sum()) / (length * len(self))
+        """The share of the tokens that are padding."""
+
+    def __len__(self) -> int:
+        return len(self._begins) - 1
+
+    def document_lengths(self) -> DocumentLengths:
+        return DocumentLengths(*np.unique(self._counts, return_counts=True))
+
+    def _cut(self) -> tuple[np.ndarray, np.ndarray]:
+        """Where the pieces of all documents begin in the stream, and their lengths. A single token, which
+        could only end a document, is left out: it has no target."""
+        starts, counts = [], []
+        for before, shard in zip(self._starts, range(len(self.split.shards)), strict=False):
+            ends = before + np.asarray(self._ends(shard)).astype(np.int64)
+            begins = np.concatenate([[before], ends[:-1]])
+            pieces = -(-(ends - begins) // self.length)
+            first = np.repeat(np.cumsum(pieces) - pieces, pieces)
+            start = np.repeat(begins, pieces) + (np.arange(pieces.sum()) - first) * self.length
+            count = np.minimum(np.repeat(ends, pieces) - start, self.length)
+            starts.append(start[count > 1])
+            counts.append(count[count > 1])
+        return np.concatenate(starts), np.concatenate(counts)
+
+    def _stretches(self, window: int) -> Sequence[tuple[int, int, int]]:
+        mine = slice(self._begins[window], self._begins[window + 1])
+        counts = self._counts[mine].tolist()
+        places = itertools.accumulate(counts, initial=0)
+        return list(zip(self._from[mine].tolist(), places, counts, strict=False))
+
+    def _seen_before(self, window: int) -> int:
+        return 0
+
+
+def validation_windows(split: Split, length: int, train: TrainConfig) -> Windows:
+    """What a run with these settings is judged by: with masked documents, whole ones."""
+    if train.documents == "stream":
+        return Windows(split, length)
+    if train.boundaries == "count":
+        return Windows(split, length, documents=True, count_boundaries=True)
+    return PackedDocuments(split, length)
 
 
 class Loader:
@@ -155,18 +290,30 @@ class Loader:
         rank: int = 0,
         ranks: int = 1,
         document_ids: bool = False,
+        count_boundaries: bool = False,
+        packing: Literal["stream", "whole"] = "stream",
         state: Mapping[str, int] | None = None,
     ) -> None:
-        """`batch_size` counts this rank's sequences; `state` is what `state()` gave on any rank."""
+        """`batch_size` counts this rank's sequences; `state` is what `state()` gave on any rank.
+
+        With `document_ids`, documents are to be kept apart: the targets across their boundaries are ignored,
+        unless `count_boundaries`. `packing="whole"` fills sequences with whole documents.
+        """
         if batch_size < 1 or not 0 <= rank < ranks:
             raise HeadgateError(
                 f"batch_size={batch_size}, rank={rank}, ranks={ranks} do not fit; "
                 "expected a batch of at least 1, and a rank from 0 to ranks - 1"
             )
-        bare = next((shard for shard in split.shards if document_ids and not shard.has_index), None)
-        if bare is not None:
-            raise HeadgateError(f"{bare.path} has no index, so documents cannot be told apart in it")
-        self.windows = Windows(split, length)
+        if packing == "whole" and (not document_ids or count_boundaries):
+            raise HeadgateError(
+                "packing='whole' lays documents together in an order of its own, in which none follows from "
+                "another; use it with document_ids, and without count_boundaries"
+            )
+        self.windows = (
+            PackedDocuments(split, length)
+            if packing == "whole"
+            else Windows(split, length, documents=document_ids, count_boundaries=count_boundaries)
+        )
         self.batch_size, self.seed, self.rank, self.ranks = batch_size, seed, rank, ranks
         self._document_ids = document_ids
         self._samples = 0
@@ -180,12 +327,15 @@ class Loader:
 
     def state(self) -> dict[str, int]:
         """All that a later loader needs to go on; the same for every rank."""
-        return {
+        state = {
             "samples": self._samples,
             "seed": self.seed,
             "length": self.windows.length,
             "tokens": self.windows.split.tokens,
         }
+        if isinstance(self.windows, PackedDocuments):
+            state["sequences"] = len(self.windows)
+        return state
 
     def __iter__(self) -> "Loader":
         return self

@@ -11,7 +11,7 @@ in `attend` the keys and values kept so far, of which the last Tq are the newest
 import hashlib
 import inspect
 import sys
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
@@ -24,6 +24,7 @@ from headgate.config import ModelConfig, check_heads, from_dict, require_at_leas
 from headgate.errors import HeadgateError, suggestion
 from headgate.ops import Span, block_means
 from headgate.ops.dispatch import forced
+from headgate.ops.documents import lengths
 from headgate.ops.rotary import rotate
 from headgate.registry import Registry
 
@@ -90,13 +91,22 @@ class Past:
         first_values: Tensor | None = None,
         cache: KeyCache | None = None,
         start: int = 0,
+        documents: Tensor | None = None,
     ) -> None:
         self.rotation = rotation
         """Cosines and sines of the newest tokens' positions."""
         self.first_values = first_values
         """The first layer's values (B,G,Tq,D) of the newest tokens; None in the first layer."""
         self.cache = cache
+        self.documents = documents
+        """Where the document of each token begins, as `ops.document_starts` gives it; None for a single
+        document. Only mechanisms that `handle_documents` ever see more than one."""
         self._start = start
+        if documents is not None and (cache is not None or start):
+            raise HeadgateError(
+                "several documents in a sequence are for whole sequences; run them without a cache, or each "
+                "by itself"
+            )
 
     @property
     def start(self) -> int:
@@ -107,7 +117,7 @@ class Past:
         self, window: int | None = None, *, dense_prefix: int = 0, pinned: int = 0, ring: int = 0
     ) -> Span:
         """Which of the keys kept a query sees, for the ops."""
-        return Span(window, dense_prefix, pinned, ring, self.start)
+        return Span(window, dense_prefix, pinned, ring, self.start, self.documents)
 
     def require_all_keys(self, name: str) -> None:
         if self.start:
@@ -136,6 +146,30 @@ class Past:
     def with_previous(self, name: str, t: Tensor, count: int = 1) -> Tensor:
         """t (B,heads,Tq,...) behind its values at the `count` tokens before, which are 0 before the first:
         (B,heads,count+Tq,...)."""
+        assert self.documents is None, "the tokens before may be another document's"
+        return self._with_previous(name, t, count)
+
+    def previous(self, name: str, t: Tensor) -> Tensor:
+        """t (B,heads,Tq,...) of the token before each, 0 for the first of a document: (B,heads,Tq,...)."""
+        before = self._with_previous(name, t, 1)[:, :, :-1]
+        if self.documents is None:
+            return before
+        first = self.documents == torch.arange(t.shape[2], device=t.device)
+        return before.masked_fill(first.view(first.shape[0], 1, -1, *[1] * (t.ndim - 3)), 0.0)
+
+    def running_sum(self, name: str, t: Tensor) -> Tensor:
+        """The sum of t (B,heads,Tq) over the tokens of the document up to each; in fp64, so that chunks
+        change nothing."""
+        running = t.double().cumsum(2)
+        if self.documents is not None:
+            earlier = torch.nn.functional.pad(running, (1, 0)).gather(2, self.documents[:, None].expand_as(t))
+            return running - earlier
+        before = self.carried(name)
+        running = running if before is None else running + before
+        self.carry(name, running[:, :, -1:])
+        return running
+
+    def _with_previous(self, name: str, t: Tensor, count: int) -> Tensor:
         before = self.carried(name)
         if before is None:
             before = t.new_zeros((*t.shape[:2], count, *t.shape[3:]))
@@ -153,6 +187,7 @@ class Past:
     ) -> list[Tensor]:
         """summarise(*kept) of the complete blocks of `block` keys, from the first key on: tensors
         (B,heads,n,...) with a row a block. With a cache a block is summarised once, when it is complete."""
+        assert self.documents is None, "blocks are counted from a document's start"
         complete = kept[0].shape[2] // block
         if self.cache is None or not complete:
             return list(summarise(*(t[:, :, : complete * block] for t in kept)))
@@ -168,6 +203,17 @@ class Past:
         if self.cache is None:
             return None
         return self.per_block("means", block, lambda *new: tuple(block_means(t, block) for t in new), *kept)
+
+    def of_documents(self, row: int, sizes: list[int]) -> list["Past"]:
+        """The past of each document of a row by itself."""
+        rotations: list[Any] = [None] * len(sizes)
+        if self.rotation is not None:
+            of_row = (t[row] if t.ndim > 2 else t for t in self.rotation)
+            rotations = list(zip(*(t.split(sizes, -2) for t in of_row), strict=True))
+        values: Sequence[Any] = [None] * len(sizes)
+        if self.first_values is not None:
+            values = self.first_values[row : row + 1].split(sizes, 2)
+        return [Past(rotation=r, first_values=v) for r, v in zip(rotations, values, strict=True)]
 
     def forget(self, first_key: Callable[[int], int], pinned_keys: int) -> None:
         """Drop the keys that no later query needs."""
@@ -190,6 +236,10 @@ class Mechanism(nn.Module):
     """Older names of options, which saved models may still hold -> the names they have now."""
     uses_first_values: ClassVar[bool] = False
     """Whether it reads `past.first_values`."""
+    handles_documents: ClassVar[bool] = False
+    """Whether it keeps several documents of a sequence apart by itself: all that it takes from other tokens
+    comes through `past.span()`, `past.previous` or `past.running_sum`. It is then as fast as its ops are;
+    otherwise it is run once for each document, which is right for any mechanism."""
     shelf: ClassVar[str] = "own"
     """Under which heading `headgate mechanisms` lists it."""
 
@@ -222,16 +272,36 @@ class Mechanism(nn.Module):
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past | None = None) -> Tensor:
         """The attended values (B,H,Tq,D) of the newest tokens, which are kept if `past` has a cache."""
+        past = Past() if past is None else past
+        if past.documents is not None and not self.handles_documents:
+            return self._run_by_document(self.attend, x, q, k, v, past)
         return self._run(self.attend, x, q, k, v, past)
 
     def reference(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past | None = None) -> Tensor:
         """What `forward` must give, by `dense`."""
+        past = Past() if past is None else past
+        if past.documents is not None:
+            return self._run_by_document(self.dense, x, q, k, v, past)
         return self._run(self.dense, x, q, k, v, past)
 
-    def _run(
-        self, attend: Callable[..., Tensor], x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past | None
+    def _run_by_document(
+        self, attend: Callable[..., Tensor], x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past
     ) -> Tensor:
-        past = Past() if past is None else past
+        """Each document by itself, with a past of its own."""
+        assert past.documents is not None
+        sizes, of_rows = lengths(past.documents), zip(*(t.split(1) for t in (x, q, k, v)), strict=True)
+        rows = []
+        with _laid_together(self, sizes):
+            for row, (of_row, sizes_of_row) in enumerate(zip(of_rows, sizes, strict=True)):
+                parts = (t.split(sizes_of_row, 1 if n == 0 else 2) for n, t in enumerate(of_row))
+                pasts = past.of_documents(row, sizes_of_row)
+                alone = [self._run(attend, *part) for part in zip(*parts, pasts, strict=True)]
+                rows.append(torch.cat(alone, 2))
+        return torch.cat(rows)
+
+    def _run(
+        self, attend: Callable[..., Tensor], x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past
+    ) -> Tensor:
         q, *kept = self.prepare(x, q, k, v, past)
         k, v, *states = past.extend(*kept)
         out = attend(x, q, k, v, past, *states)
@@ -429,6 +499,25 @@ def initialise_parameter(name: str, parameter: Tensor, generator: torch.Generato
         parameter.fill_(1.0)
     else:
         parameter.normal_(0.0, 0.02, generator=generator)
+
+
+@contextmanager
+def _laid_together(mechanism: Mechanism, sizes: list[list[int]]) -> Iterator[None]:
+    """Inside, what a probe would see document by document is collected; values per token (1,T,...) are then
+    seen as one (B,T,...), and others one by one."""
+    see = mechanism._observer
+    collected: dict[str, list[Tensor]] = {}
+    if see is not None:
+        mechanism._observer = lambda name, value: collected.setdefault(name, []).append(value)
+    try:
+        yield
+    finally:
+        mechanism._observer = see
+    for name, values in collected.items():
+        if [value.shape[:2] for value in values] == [(1, size) for row in sizes for size in row]:
+            values = [torch.cat([torch.cat([values.pop(0) for _ in row], 1) for row in sizes])]
+        for value in values:
+            mechanism.observe(name, value)
 
 
 @contextmanager

@@ -33,6 +33,7 @@ class Differential(Mechanism):
     Options = DifferentialOptions
     options: DifferentialOptions
     shelf = "second shelf"
+    handles_documents = True
     ablations = {"no-difference": {"gate": "closed"}}
 
     def __init__(self, heads: Heads, options: DifferentialOptions) -> None:

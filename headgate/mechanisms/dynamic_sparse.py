@@ -40,6 +40,7 @@ class DynamicSparse(Mechanism):
     Options = DynamicSparseOptions
     options: DynamicSparseOptions
     shelf = "papers"
+    handles_documents = True
     ablations = {
         "no-gate": {"gate": "open"},
         "fixed-window": {"dense_prefix": 0},

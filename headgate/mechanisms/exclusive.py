@@ -27,6 +27,7 @@ class Exclusive(Mechanism):
     Options = ExclusiveOptions
     options: ExclusiveOptions
     shelf = "second shelf"
+    handles_documents = True
     ablations = {"no-exclusion": {"exclude": "none"}}
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:

@@ -37,6 +37,7 @@ class Forgetting(Mechanism):
     Options = ForgettingOptions
     options: ForgettingOptions
     shelf = "second shelf"
+    handles_documents = True
     ablations = {"rope": {"positions": "rope"}, "spread-start": {"start": "spread"}}
 
     def __init__(self, heads: Heads, options: ForgettingOptions) -> None:
@@ -51,16 +52,13 @@ class Forgetting(Mechanism):
             super().initialise(name, parameter, generator)
 
     def prepare(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> tuple[Tensor, ...]:
-        """Beside the keys, c (B,H,Tq) in fp32 at least; summed in fp64, so that chunks change nothing."""
+        """Beside the keys, c (B,H,Tq) in fp32 at least."""
         with torch.autocast(x.device.type, enabled=False):
             logits = self.forget(x.to(weight_dtype(self.forget)))
             log_f = F.logsigmoid(logits.to(torch.promote_types(logits.dtype, torch.float32))).transpose(1, 2)
         self.observe("gate", log_f.exp().transpose(1, 2))
-        before = past.carried("sum")
-        running = log_f.double().cumsum(2)
-        running = running if before is None else running + before
-        past.carry("sum", running[:, :, -1:])
-        return *super().prepare(x, q, k, v, past), running.to(log_f.dtype)
+        running = past.running_sum("sum", log_f).to(log_f.dtype)
+        return *super().prepare(x, q, k, v, past), running
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past, running: Tensor) -> Tensor:
         dtype = q.dtype

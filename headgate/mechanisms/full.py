@@ -14,6 +14,7 @@ from headgate.mechanisms.contract import Mechanism, Past, register
 @register("full")
 class Full(Mechanism):
     shelf = "baselines"
+    handles_documents = True
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:
         return ops.attention(q, k, v, past.span())

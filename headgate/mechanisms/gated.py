@@ -32,6 +32,7 @@ class Gated(Mechanism):
     Options = GatedOptions
     options: GatedOptions
     shelf = "second shelf"
+    handles_documents = True
     ablations = {"head": {"per": "head"}, "no-gate": {"gate": "open"}}
 
     def __init__(self, heads: Heads, options: GatedOptions) -> None:

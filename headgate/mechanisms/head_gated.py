@@ -39,6 +39,7 @@ class HeadGated(Mechanism):
     Options = HeadGatedOptions
     options: HeadGatedOptions
     shelf = "papers"
+    handles_documents = True
     ablations = {
         "no-gate": {"gate": "half"},
         "local-only": {"gate": "local"},
@@ -64,7 +65,7 @@ class HeadGated(Mechanism):
         local, local_lse = ops.span_attention(q, k, v, past.span(o.window))
         beyond = k.shape[2] - o.window - 1
         if active is None or beyond < 1:
-            far, far_lse = ops.far_attention(q, k, v, o.window, start=past.start)
+            far, far_lse = ops.far_attention(q, k, v, o.window, past.span())
         else:
             far, far_lse = ops.active_attention(q, k[:, :, :beyond], v[:, :, :beyond], active, past.span())
         near = q.shape[2] - far.shape[2]  # queries whose every key lies in the window

@@ -30,6 +30,7 @@ class Local(Mechanism):
     Options = LocalOptions
     options: LocalOptions
     shelf = "baselines"
+    handles_documents = True
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:
         o = self.options

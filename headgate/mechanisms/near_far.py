@@ -43,6 +43,7 @@ class NearFarOptions(MechanismOptions):
 class NearFar(Mechanism):
     Options = NearFarOptions
     options: NearFarOptions
+    handles_documents = True
     ablations = {
         "no-gate": {"gate": "open"},
         "constant-gate": {"gate": "constant"},

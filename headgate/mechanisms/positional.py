@@ -26,6 +26,7 @@ WIDE = 512.0
 @register("positional")
 class Positional(Mechanism):
     shelf = "baselines"
+    handles_documents = True
 
     def __init__(self, heads: Heads, options: MechanismOptions) -> None:
         super().__init__(heads, options)
@@ -60,7 +61,7 @@ class Positional(Mechanism):
         return self._kept[1]
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:
-        return ops.distance_biased_attention(q, k, v, self.table(k.shape[2]))
+        return ops.distance_biased_attention(q, k, v, self.table(k.shape[2]), past.span())
 
     def dense(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:
         i, j = reference.positions(q, k)

@@ -31,6 +31,7 @@ class Shifted(Mechanism):
     Options = ShiftedOptions
     options: ShiftedOptions
     shelf = "second shelf"
+    handles_documents = True
     ablations = {"offset": {"mode": "offset"}}
 
     def __init__(self, heads: Heads, options: ShiftedOptions) -> None:
@@ -52,12 +53,12 @@ class Shifted(Mechanism):
             return super().prepare(x, q, k, v, past)
         (turned_q, still_q), (turned_k, still_k) = q.chunk(2, -1), k.chunk(2, -1)
         turned_q, turned_k, _ = super().prepare(x, turned_q, turned_k, v, past)
-        before = past.with_previous("k", still_k)[:, :, :-1]
+        before = past.previous("k", still_k)
         return torch.cat([turned_q, still_q], -1), torch.cat([turned_k, before], -1), v
 
     def _mixed(self, name: str, t: Tensor, weights: Tensor, past: Past) -> Tensor:
         own, before = weights.to(t.dtype)[..., None, None]
-        return own * t + before * past.with_previous(name, t)[:, :, :-1]
+        return own * t + before * past.previous(name, t)
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:
         return ops.attention(q, k, v, past.span())

@@ -29,6 +29,7 @@ class Sinks(Mechanism):
     Options = SinksOptions
     options: SinksOptions
     shelf = "second shelf"
+    handles_documents = True
     ablations = {"constant": {"sink": "constant"}, "no-sink": {"sink": "none"}}
 
     def __init__(self, heads: Heads, options: SinksOptions) -> None:

@@ -18,6 +18,7 @@ from headgate.mechanisms.contract import Heads, Mechanism, MechanismOptions, Pas
 class ValueResidual(Mechanism):
     uses_first_values = True
     shelf = "second shelf"
+    handles_documents = True
 
     def __init__(self, heads: Heads, options: MechanismOptions) -> None:
         super().__init__(heads, options)

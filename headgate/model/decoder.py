@@ -33,6 +33,7 @@ from headgate.model.cache import Cache, LayerCache
 from headgate.model.generate import Completion, Prompts, Sampling, Stop, Stream, generate
 from headgate.model.tensors import KEY as DIGEST
 from headgate.model.tensors import read_metadata, read_tensors, write_tensors
+from headgate.ops.documents import document_starts
 from headgate.ops.norm import is_plain, rms_norm
 from headgate.ops.rotary import rotation
 from headgate.recipes import get_recipe
@@ -64,14 +65,20 @@ class Attention(nn.Module):
         self.mechanism = MECHANISMS.get(spec.name)(Heads(c, h, g, d), options)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, first_values: Tensor | None, cache: Held | None
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        first_values: Tensor | None,
+        cache: Held | None,
+        documents: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """What attention adds to the stream, and the values as projected."""
         q, k, v = (self._heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
         q, k = self.q_norm(q), self.k_norm(k)
         if cache is None or len(cache) == 1:
             held = None if cache is None else cache[0][1]
-            past = Past(rotation=(cos, sin), first_values=first_values, cache=held)
+            past = Past(rotation=(cos, sin), first_values=first_values, cache=held, documents=documents)
             out = self.mechanism(x, q, k, v, past)
         else:
             out = torch.empty_like(q)
@@ -111,11 +118,12 @@ class Layer(nn.Module):
         sin: Tensor,
         first_values: Tensor | None = None,
         cache: Held | None = None,
+        documents: Tensor | None = None,
         *,
         with_values: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """The stream after this layer; with its attention's values beside it, if later layers want them."""
-        attended, values = self.attention(self.attention_norm(x), cos, sin, first_values, cache)
+        attended, values = self.attention(self.attention_norm(x), cos, sin, first_values, cache, documents)
         x = x + attended
         x = x + self.mlp(self.mlp_norm(x))
         return (x, values) if with_values else x
@@ -158,6 +166,9 @@ class Decoder(nn.Module):
         tokens: Tensor,
         targets: Tensor | None = None,
         *,
+        documents: Tensor | None = None,
+        positions: Literal["document", "stream"] = "document",
+        count_boundaries: bool = False,
         cache: Cache | None = None,
         reduction: Literal["mean", "sum", "none"] = "mean",
         predict: bool = False,
@@ -166,8 +177,13 @@ class Decoder(nn.Module):
         or (B,T) with 0 where the target is -100. To predict is to give the likeliest next tokens (B,T).
 
         The loss never holds the logits of the whole batch: they are made and used up in chunks.
+
+        `documents` (B,T) says which document each token is of, where several share a row: equal within one,
+        and never returning to an earlier one. Nothing then attends across documents, positions begin anew
+        with each (or go on through the row, with positions="stream"), and the target of a document's last
+        token, which is another's first, does not count unless `count_boundaries`.
         """
-        x = self.hidden(tokens, cache=cache)
+        x = self.hidden(tokens, cache=cache, documents=documents, positions=positions)
         if predict:
             parts = x.flatten(0, 1).split(self._chunk)
             likeliest = [self.logits(part).argmax(-1) for part in parts]
@@ -177,6 +193,9 @@ class Decoder(nn.Module):
         if targets.shape != tokens.shape:
             given, expected = tuple(targets.shape), tuple(tokens.shape)
             raise HeadgateError(f"targets have shape {given}; expected the tokens' shape {expected}")
+        if documents is not None and not count_boundaries:
+            ends = documents[:, :-1] != documents[:, 1:]
+            targets = torch.cat([targets[:, :-1].masked_fill(ends, -100), targets[:, -1:]], 1)
         return self.loss(x, targets, reduction=reduction)
 
     @property
@@ -207,19 +226,29 @@ class Decoder(nn.Module):
         """How many of the tokens have their logits at once while the loss is computed."""
         return min(tokens, max(64, min(1024, LOSS_CHUNK_ELEMENTS // self.config.vocab_size)))
 
-    def hidden(self, tokens: Tensor, *, cache: Cache | None = None) -> Tensor:
+    def hidden(
+        self,
+        tokens: Tensor,
+        *,
+        cache: Cache | None = None,
+        documents: Tensor | None = None,
+        positions: Literal["document", "stream"] = "document",
+    ) -> Tensor:
         """The final states (B,T,C), after the last norm."""
         if tokens.ndim != 2 or tokens.shape[1] == 0:
             raise HeadgateError(
                 f"tokens have shape {tuple(tokens.shape)}; expected (B,T) with at least one token"
             )
+        starts = None if documents is None else _starts_in(documents, tokens, cache)
         if cache is None:
-            positions, groups = torch.arange(tokens.shape[1], device=tokens.device), None
+            places, groups = torch.arange(tokens.shape[1], device=tokens.device), None
+            if starts is not None and positions == "document":
+                places = places - starts
         else:
             cache.claim(tokens.shape[0])
-            positions = cache.positions(tokens.shape[1], tokens.device)
+            places = cache.positions(tokens.shape[1], tokens.device)
             groups = cache.parts(tokens.device)
-        cos, sin = rotation(positions, self.config.head_dim, self.config.rope_theta)
+        cos, sin = rotation(places, self.config.head_dim, self.config.rope_theta)
         x, first_values = self.embedding(tokens), None
         for n, layer in enumerate(self.layers):
             held = None if groups is None else [(rows, group.layers[n]) for rows, group in groups]
@@ -227,9 +256,9 @@ class Decoder(nn.Module):
             if self.recompute and torch.is_grad_enabled():
                 run = partial(checkpoint, layer, use_reentrant=False)
             if n == 0 and self._share_first_values:
-                x, first_values = run(x, cos, sin, None, held, with_values=True)
+                x, first_values = run(x, cos, sin, None, held, starts, with_values=True)
             else:
-                x = run(x, cos, sin, first_values, held)
+                x = run(x, cos, sin, first_values, held, starts)
         if cache is not None:
             cache.advance(tokens.shape[1])
         return cast(Tensor, self.norm(x))
@@ -295,6 +324,17 @@ class Decoder(nn.Module):
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def _starts_in(documents: Tensor, tokens: Tensor, cache: Cache | None) -> Tensor | None:
+    if documents.shape != tokens.shape:
+        given, expected = tuple(documents.shape), tuple(tokens.shape)
+        raise HeadgateError(f"documents have shape {given}; expected the tokens' shape {expected}")
+    if cache is not None:
+        raise HeadgateError(
+            "several documents in a row are for whole sequences; run them without a cache, or each by itself"
+        )
+    return document_starts(documents.to(tokens.device))
 
 
 def build_model(

@@ -173,8 +173,10 @@ class HeadgateForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mis
             )
         seen = 0 if past_key_values is None else past_key_values.columns
         spans = row_spans(attention_mask, input_ids.shape, seen)
-        self._check_positions(position_ids, spans, past_key_values, input_ids)
-        if past_key_values is None:
+        documents = self._documents(position_ids, spans, past_key_values)
+        if documents is not None:
+            hidden = self.decoder.hidden(input_ids, documents=documents)
+        elif past_key_values is None:
             hidden = self._whole(input_ids, spans)
         elif seen == 0:
             hidden = self._begun(input_ids, spans, past_key_values)
@@ -187,6 +189,9 @@ class HeadgateForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mis
             logits = self.decoder.logits(hidden[:, kept] if labels is None else hidden)
         if labels is not None:
             targets = shifted_labels(labels, spans)
+            if documents is not None:
+                ends = F.pad(documents[:, 1:] != documents[:, :-1], (0, 1))
+                targets = targets.masked_fill(ends, IGNORED)
             count = (targets != IGNORED).sum()
             loss = self._loss_sum(hidden, logits, targets) / count
             if num_items_in_batch is not None:
@@ -247,24 +252,34 @@ class HeadgateForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mis
         cache.columns += tokens.shape[1]
         return self.decoder.hidden(tokens, cache=cache.inner)
 
-    def _check_positions(
+    def _documents(
         self,
         position_ids: Tensor | None,
         spans: Sequence[tuple[int, int]],
         cache: GenerationCache | None,
-        tokens: Tensor,
-    ) -> None:
-        """Positions follow from the mask and the cache; any others would be another computation."""
+    ) -> Tensor | None:
+        """The documents (B,T) of packed rows, whose positions begin at 0 again with each, as the packing
+        collators of transformers make them; None for plain rows. Otherwise positions follow from the mask and
+        the cache, and any others would be another computation."""
         if position_ids is None:
-            return
-        given = position_ids.expand(len(spans), -1).tolist()
+            return None
+        packed = position_ids.expand(len(spans), -1)
+        counted = (packed[:, :1] == 0).all() and (
+            (packed[:, 1:] == packed[:, :-1] + 1) | (packed[:, 1:] == 0)
+        ).all()
+        whole = all(span == (0, packed.shape[1]) for span in spans)
+        if cache is None and whole and counted and (packed[:, 1:] == 0).any():
+            return (packed == 0).cumsum(1)
+        given = packed.tolist()
         lengths = [0] * len(spans) if cache is None or not cache.columns else cache.inner.lengths
         for row, ((begin, end), length) in enumerate(zip(spans, lengths, strict=True)):
             if given[row][begin:end] != list(range(length, length + end - begin)):
                 raise HeadgateError(
                     f"position_ids of row {row} do not count its tokens from {length} on; a headgate model "
-                    "counts them itself, and packed sequences need rows of their own"
+                    "counts them itself, and takes others of packed rows alone: each document from 0 on, "
+                    "without padding or a cache"
                 )
+        return None
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: str, *rest: Any

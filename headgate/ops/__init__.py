@@ -6,6 +6,7 @@ from headgate.ops.combiner import block_summaries, combiner_attention
 from headgate.ops.compressed import compressed_attention
 from headgate.ops.delta import gated_delta
 from headgate.ops.dispatch import explain, paths_taken
+from headgate.ops.documents import document_starts
 from headgate.ops.pair_gate.op import pair_gated_attention
 from headgate.ops.span.op import (
     attention,
@@ -34,6 +35,7 @@ __all__ = [
     "combiner_attention",
     "compressed_attention",
     "distance_biased_attention",
+    "document_starts",
     "explain",
     "far_attention",
     "gated_delta",

@@ -16,7 +16,7 @@ from headgate.errors import HeadgateError
 from headgate.ops import reference
 from headgate.ops.dispatch import Op, check
 from headgate.ops.span import native
-from headgate.ops.span.op import attention, check_ring, span_attention
+from headgate.ops.span.op import attention, check_ring, span_attention, within
 from headgate.ops.span.options import Span
 
 ACTIVE = Op("active_attention")
@@ -32,10 +32,12 @@ def windows_attention(
     windows: Sequence[int],
     span: Span = Span(),  # noqa: B008 - a tuple
     *,
+    documents: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """`attention` with a window for each key head in place of the span's: the output (B,H,Tq,D)."""
     check(q, k, v)
+    span = within(documents, q, k, span)
     for window in windows:
         span._replace(window=window).check()
     if len(windows) != k.shape[1]:
@@ -47,6 +49,8 @@ def windows_attention(
 
 
 def _refuse_native(q: Tensor, k: Tensor, v: Tensor, windows: Sequence[int], span: Span) -> str | None:
+    if span.first_keys is not None:
+        return "it takes one document alone"
     if q.shape[2] > FEW or (torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))):
         return f"it takes a window for each head for up to {FEW} queries, without a gradient"
     return "it cannot be traced" if torch.compiler.is_compiling() else native.refuse(q)
@@ -56,7 +60,7 @@ def _refuse_native(q: Tensor, k: Tensor, v: Tensor, windows: Sequence[int], span
 def _windows_native(q: Tensor, k: Tensor, v: Tensor, windows: Sequence[int], span: Span) -> Tensor:
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3])
     numbers = span._replace(window=max(windows)).numbers()
-    native.forward(q, k, v, None, None, None, numbers, out, lse, windows=windows)
+    native.forward(q, k, v, None, None, None, None, numbers, out, lse, windows=windows)
     return out
 
 
@@ -143,7 +147,7 @@ def _native(
     q: Tensor, k: Tensor, v: Tensor, active: Tensor, span: Span, ring_log_weight: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3])
-    native.forward(q, k, v, ring_log_weight, None, None, span.numbers(), out, lse, active.contiguous())
+    native.forward(q, k, v, ring_log_weight, None, None, None, span.numbers(), out, lse, active.contiguous())
     return out, lse
 
 

@@ -11,6 +11,7 @@ Shapes: q (B,H,Tq,D); k, v (B,G,Tk,D); chosen blocks (B,H,Tq,S), -1 where a quer
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -21,6 +22,7 @@ from headgate.errors import HeadgateError
 from headgate.ops import flex, reference
 from headgate.ops.blocks_native import blocks_attention, choose
 from headgate.ops.dispatch import Op, check, forced_backend
+from headgate.ops.documents import by_document
 from headgate.ops.registration import refuse_gradient, register, register_gradient
 from headgate.ops.span import native
 from headgate.ops.span.op import branch_path, causal_gradients, span_attention
@@ -42,13 +44,15 @@ def block_selected_attention(
     block: int,
     scale: float = 1.0,
     chosen: Tensor | None = None,
+    documents: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Softmax over the query's own aligned block up to itself and the best complete blocks before it.
 
     Of those, the blocks `chosen` (B,H,Tq,S), as `choose_blocks` gives them; when absent the ceil(k_i / block)
     with the highest q . mean(block keys), k_i = ceil(scale * sqrt(i + 1)). The choice carries no gradient,
-    the chosen keys their exact one. The keys begin at 0.
+    the chosen keys their exact one. The keys begin at 0, and with `documents` at each document's start, from
+    which the chosen blocks are then counted too.
     """
     check(q, k, v)
     if block < 1:
@@ -56,6 +60,11 @@ def block_selected_attention(
     if chosen is not None and chosen.shape[:3] != q.shape[:3]:
         given, expected = tuple(chosen.shape), tuple(q.shape[:3])
         raise HeadgateError(f"chosen has shape {given}; expected (B,H,Tq,S) with (B,H,Tq) = {expected}")
+    if documents is not None:
+        run = partial(block_selected_attention, block=block, scale=scale, backend=backend)
+        if chosen is None:
+            return by_document(documents, run, q, k, v)
+        return by_document(documents, lambda q, k, v, c: run(q, k, v, chosen=c), q, k, v, chosen)
     result: Tensor = BLOCKS(backend, q, k, v, block=block, scale=scale, chosen=chosen)
     return result
 

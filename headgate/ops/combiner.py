@@ -1,6 +1,7 @@
 """Attention over the query's own block and one summary of every earlier block, in one softmax."""
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from headgate.errors import HeadgateError
 from headgate.ops import reference
 from headgate.ops.blocks import OwnBlocks
 from headgate.ops.dispatch import Op, check
+from headgate.ops.documents import by_document
 from headgate.ops.merge import merged
 from headgate.ops.span.op import attention, span_attention
 from headgate.ops.span.options import Span
@@ -24,6 +26,7 @@ def combiner_attention(
     *,
     block: int,
     summarised: tuple[Tensor, Tensor] | None = None,
+    documents: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """One softmax over the own block's keys j <= i and the summaries of the blocks before; the keys begin at
@@ -35,6 +38,10 @@ def combiner_attention(
     check(q, k, v)
     if block < 1:
         raise HeadgateError(f"block={block} is too small; it must be at least 1")
+    if documents is not None:
+        if summarised is not None:
+            raise HeadgateError("summarised blocks are of one document; leave them out with documents")
+        return by_document(documents, partial(combiner_attention, block=block, backend=backend), q, k, v)
     result: Tensor = COMBINER(backend, q, k, v, block=block, summarised=summarised)
     return result
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from headgate.ops import reference
 from headgate.ops.blocks import block_means
 from headgate.ops.blocks_native import blocks_attention
 from headgate.ops.dispatch import Op, check
+from headgate.ops.documents import by_document
 from headgate.ops.span import native
 from headgate.ops.span.op import attention
 from headgate.ops.span.options import Span
@@ -27,6 +29,7 @@ def compressed_attention(
     v: Tensor,
     *,
     block: int,
+    documents: Tensor | None = None,
     means: Sequence[Tensor] | None = None,
     backend: str = "auto",
 ) -> Tensor:
@@ -39,6 +42,10 @@ def compressed_attention(
     check(q, k, v)
     if block < 1:
         raise HeadgateError(f"block={block} is too small; it must be at least 1")
+    if documents is not None:
+        if means is not None:
+            raise HeadgateError("means of blocks are of one document; leave them out with documents")
+        return by_document(documents, partial(compressed_attention, block=block, backend=backend), q, k, v)
     result: Tensor = COMPRESSED(backend, q, k, v, block=block, means=means)
     return result
 

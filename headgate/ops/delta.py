@@ -10,6 +10,7 @@ which are never above 1.
 Shapes: q, k, v (B,H,T,D); log_decay = log alpha and beta (B,H,T); the memory S^T (B,H,D,D), keys by values.
 """
 
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from headgate.errors import HeadgateError
 from headgate.ops.dispatch import Op, check
+from headgate.ops.documents import by_document, lengths
 
 DELTA = Op("gated_delta")
 CHUNK = 64
@@ -30,11 +32,13 @@ def gated_delta(
     beta: Tensor,
     memory: Tensor | None = None,
     *,
+    documents: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """What the memory answers to each query (B,H,T,D), and the memory after the last token, in fp32 at least.
 
-    `memory` is that before the first token; None is an empty one. Every head has a key of its own.
+    `memory` is that before the first token; None is an empty one. Every head has a key of its own. With
+    `documents` (B,T) the memory is empty where a document begins.
     """
     check(q, k, v)
     if q.shape != k.shape or not log_decay.shape == beta.shape == q.shape[:3]:
@@ -42,6 +46,8 @@ def gated_delta(
         raise HeadgateError(
             f"q, k, log_decay and beta have shapes {shapes}; expected q and k (B,H,T,D), the others (B,H,T)"
         )
+    if documents is not None:
+        return _by_document(documents, q, k, v, log_decay, beta, memory, backend)
     wide = torch.promote_types(q.dtype, torch.float32)
     given = [t.to(wide) for t in (q, k, v, log_decay, beta)]
     if memory is None:
@@ -63,6 +69,32 @@ def by_token(
         memory = memory + k[:, :, t, :, None] * written[:, :, None]
         outs.append(q[:, :, t, None] @ memory)
     return torch.cat(outs, 2), memory
+
+
+def _by_document(
+    documents: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    memory: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    if memory is not None:
+        raise HeadgateError("a memory goes on with one document; leave it out with documents")
+    memories: list[Tensor] = []
+
+    def alone(*given: Tensor) -> Tensor:
+        out, after = gated_delta(*given, backend=backend)
+        memories.append(after)
+        return out
+
+    out = by_document(documents, alone, q, k, v, log_decay, beta)
+    if len(memories) == 1:  # every row is one document
+        return out, memories[0]
+    last = accumulate(len(row) for row in lengths(documents))
+    return out, torch.cat([memories[n - 1] for n in last])
 
 
 @DELTA.path("torch")

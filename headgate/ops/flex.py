@@ -12,8 +12,8 @@ Shapes: q (B,H,Tq,D); k, v (B,G,Tk,D). Here all positions count from the first k
 """
 
 import importlib.util
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.utils.weak import WeakIdKeyDictionary
 
 from headgate.ops.merge import merged
 from headgate.ops.span.options import Span
@@ -61,8 +62,9 @@ class SeenPairs:
     dense_prefix: int = 0
     pinned: int = 0
 
-    def pairs(self, device: torch.device) -> Mask:
-        """Bounds stand in tensors: as numbers they would compile anew with every length."""
+    def pairs(self, device: torch.device, first_keys: Tensor | None = None) -> Mask:
+        """Bounds stand in tensors: as numbers they would compile anew with every length. The dense prefix and
+        the pinned keys count from `first_keys` (B,Tq), where the queries' documents begin."""
         offset, nearest, farthest, prefix, first = (
             torch.full((), value, dtype=torch.int32, device=device)
             for value in (
@@ -80,7 +82,28 @@ class SeenPairs:
             inside = (distance <= farthest) | (i < prefix) | (key < first)
             return (distance >= nearest) & inside
 
-        return seen
+        if first_keys is None:
+            return seen
+        begin = first_keys.to(torch.int32)
+
+        def seen_in_document(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            i, document = query + offset, begin[b, query]
+            distance = i - key
+            inside = (distance <= farthest) | (i - document < prefix) | (key - document < first)
+            return (distance >= nearest) & (key >= document) & inside
+
+        return seen_in_document
+
+    def blocks_of_documents(self, first_keys: Tensor) -> tuple[Tensor, Tensor]:
+        """The same as `blocks`, for each row: (B,query blocks,key blocks), from the documents (B,Tq) of each
+        block's first and last query, between which they rise."""
+        some, every = replace(self, dense_prefix=0, pinned=0).blocks(first_keys.device)
+        if self.dense_prefix or self.pinned:  # then any key of the document may be seen
+            some = SeenPairs(self.queries, self.keys, self.nearest, self.keys).blocks(first_keys.device)[0]
+        low_i, high_i = _bounds(self.queries, first_keys.device)
+        low_j, high_j = _bounds(self.keys, first_keys.device)
+        earliest, latest = first_keys[:, low_i, None], first_keys[:, high_i, None]
+        return some & (high_j >= earliest), every & (low_j >= latest)
 
     def blocks(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Of every block of pairs, (query blocks, key blocks): whether any is seen, and whether all are.
@@ -100,11 +123,13 @@ class SeenPairs:
         too_far = (high_i >= prefix) & (high_j >= first) & (high_i - low_j.clamp(min=first) > self.farthest)
         return some, whole & (low_i - high_j >= self.nearest) & ~too_far
 
-    def mask(self, device: torch.device) -> BlockMask:
-        some, every = self.blocks(device)
-        return _block_mask(
-            (some & ~every)[None, None], every[None, None], self.pairs(device), self.queries, self.keys
-        )
+    def mask(self, device: torch.device, first_keys: Tensor | None = None) -> BlockMask:
+        if first_keys is None:
+            some, every = (t[None] for t in self.blocks(device))
+        else:
+            some, every = self.blocks_of_documents(first_keys)
+        pairs = self.pairs(device, first_keys)
+        return _block_mask((some & ~every)[:, None], every[:, None], pairs, self.queries, self.keys)
 
 
 def span_attention(
@@ -120,6 +145,8 @@ def span_attention(
         # What is appended lies behind every query that counts.
         more, queries = -k.shape[2] % BLOCK, q.shape[2]
         q, k, v = (F.pad(t, (0, 0, 0, more)) for t in (q, k, v))
+        if span.first_keys is not None:
+            span = span._replace(first_keys=F.pad(span.first_keys, (0, more), value=k.shape[2] - more))
         if ring_log_weight is not None:
             ring_log_weight = F.pad(ring_log_weight, (0, more))
         out, lse = span_attention(
@@ -131,11 +158,11 @@ def span_attention(
     prefix, pinned = max(0, span.dense_prefix - span.start), max(0, span.pinned - span.start)
     farthest = keys if span.window is None else min(span.window, keys)
     seen = SeenPairs(queries, keys, 0, farthest, prefix, pinned)
-    near, near_lse = _attend(q, k, v, _mask_of(q, seen), bias)
+    near, near_lse = _attend(q, k, v, _mask_of(q, seen, span.first_keys), bias)
     if ring_log_weight is None:
         return near, near_lse
     seen = SeenPairs(queries, keys, farthest + 1, min(span.ring, keys))
-    far, far_lse = _attend(q, k, v, _mask_of(q, seen), bias)
+    far, far_lse = _attend(q, k, v, _mask_of(q, seen, span.first_keys), bias)
     far_lse = far_lse + ring_log_weight.to(far_lse.dtype)
     return merged(near, near_lse, far, far_lse), torch.logaddexp(near_lse, far_lse)
 
@@ -213,10 +240,20 @@ def _compiled() -> Any:
     return torch.compile(flex_attention, fullgraph=True, recompile_limit=128)  # type: ignore[call-overload]
 
 
-def _mask_of(q: Tensor, seen: SeenPairs) -> BlockMask:
+def _mask_of(q: Tensor, seen: SeenPairs, first_keys: Tensor | None = None) -> BlockMask:
     if torch.compiler.is_compiling() or isinstance(q, FakeTensor):
-        return seen.mask(q.device)
-    return _kept_mask(seen, q.device)
+        return seen.mask(q.device, first_keys)
+    if first_keys is None:
+        return _kept_mask(seen, q.device)
+    of_batch = _masks_of_batches.setdefault(first_keys, {})  # every layer of a step asks for the same
+    if seen not in of_batch:
+        with torch.inference_mode(False), torch.no_grad():
+            of_batch[seen] = seen.mask(q.device, first_keys)
+    return of_batch[seen]
+
+
+_masks_of_batches: MutableMapping[Tensor, dict[SeenPairs, BlockMask]] = WeakIdKeyDictionary()
+"""Of the documents of batches that are still in use."""
 
 
 @lru_cache(maxsize=64)

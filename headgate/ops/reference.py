@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headgate.ops.documents import stretches
 from headgate.ops.span.options import Span
 
 
@@ -56,6 +57,16 @@ def span_attention(
     key_bias: Tensor | None = None,
     distance_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    if span.first_keys is not None:  # each document by itself
+        out, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -math.inf)
+        for part in stretches(span.first_keys, k.shape[2]):
+            ring = None if ring_log_weight is None else part.of(ring_log_weight)
+            bias = None if key_bias is None else part.of_keys(key_bias)
+            biases = {"ring_log_weight": ring, "key_bias": bias, "distance_bias": distance_bias}
+            alone = span._replace(first_keys=None)
+            of_part = span_attention(part.of(q), part.of_keys(k), part.of_keys(v), alone, **biases)
+            out[part.row, :, part.queries], lse[part.row, :, part.queries] = (t[0] for t in of_part)
+        return out, lse
     i, j = positions(q, k, span.start)
     scores, allowed = logits(q, k), in_span(i, j, span)
     own_bias = None

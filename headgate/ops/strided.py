@@ -1,11 +1,14 @@
 """Attention over a band and every stride-th column before it, at T*(window + T/stride)."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from headgate.errors import HeadgateError
 from headgate.ops import reference
 from headgate.ops.dispatch import Op, check
+from headgate.ops.documents import by_document
 from headgate.ops.span.op import span_attention
 from headgate.ops.span.options import Span
 from headgate.ops.tiles import query_tiles, recomputed
@@ -14,7 +17,14 @@ STRIDED = Op("strided_attention")
 
 
 def strided_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, window: int, stride: int, backend: str = "auto"
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int,
+    stride: int,
+    documents: Tensor | None = None,
+    backend: str = "auto",
 ) -> Tensor:
     """Softmax over the keys i-window <= j <= i and all j < i that are multiples of stride; the keys begin at
     0."""
@@ -22,6 +32,9 @@ def strided_attention(
     Span(window).check()
     if stride < 1:
         raise HeadgateError(f"stride={stride} is too small; it must be at least 1")
+    if documents is not None:
+        run = partial(strided_attention, window=window, stride=stride, backend=backend)
+        return by_document(documents, run, q, k, v)
     result: Tensor = STRIDED(backend, q, k, v, window=window, stride=stride)
     return result
 

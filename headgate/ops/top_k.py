@@ -9,6 +9,7 @@ Shapes: q (B,H,Tq,D); k, v (B,G,Tk,D); weights and keys of the choice (B,H,Tq,S)
 
 import ctypes
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from headgate.ops import reference
 from headgate.ops.dispatch import Op, check
+from headgate.ops.documents import by_document
 from headgate.ops.native import library
 from headgate.ops.registration import refuse_gradient, register, register_gradient
 from headgate.ops.span import native
@@ -26,10 +28,20 @@ from headgate.ops.tiles import query_tiles
 TOP_K = Op("top_k_attention")
 
 
-def top_k_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float = 1.0, backend: str = "auto") -> Tensor:
+def top_k_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float = 1.0,
+    documents: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
     """Softmax over the ceil(scale * sqrt(i + 1)) keys of highest logit among all j <= i; the keys begin at
     0."""
     check(q, k, v)
+    if documents is not None:
+        return by_document(documents, partial(top_k_attention, scale=scale, backend=backend), q, k, v)
     result: Tensor = TOP_K(backend, q, k, v, scale=scale)
     return result
 

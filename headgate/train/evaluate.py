@@ -5,7 +5,7 @@ import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -13,17 +13,21 @@ from torch import Tensor
 
 from headgate.config import Config
 from headgate.data.answers import AnswerGroup, distances, position_bins
-from headgate.data.loader import IGNORED, Windows
+from headgate.data.loader import IGNORED, Windows, validation_windows
 from headgate.data.shards import check_range, open_split, read_manifest, sha256
+from headgate.data.tokenizers import Tokenizer
 from headgate.errors import HeadgateError
 from headgate.files import finite, kind
 from headgate.mechanisms.contract import probe
 from headgate.model.decoder import Decoder, header_config, load, model_file
 from headgate.model.tensors import read_tensors, write_tensors
+from headgate.ops.documents import document_starts
 from headgate.train import checkpoint
 from headgate.train.distributed import World, join
 from headgate.train.folder import RunFolder, describe_data, read_config, read_data
 
+FIRST_TOKENS = 24
+"""Of a document, to know it by."""
 DOCUMENTS = "documents.safetensors"
 """The file of a run folder with the loss of each validation document."""
 
@@ -126,6 +130,7 @@ def evaluate(
     tokens: int | None = None,
     batch_size: int = 1,
     precision: str = "fp32",
+    positions: Literal["document", "stream"] = "document",
     world: World | None = None,
     by_document: bool = False,
     document_tokens: int | None = None,
@@ -133,7 +138,8 @@ def evaluate(
     """Evaluate the first `tokens` tokens (whole windows, at least one), or all; every rank must call it.
 
     `batch_size` is the number of windows of one forward pass over all ranks. `by_document` adds the loss of
-    each document, over the first `document_tokens` tokens or all.
+    each document, over the first `document_tokens` tokens or all. Where the windows keep documents apart,
+    `positions` says how those of the tokens count, and losses by position are by that in the document.
     """
     world = world or World(0, 1, next(decoder.parameters()).device)
     count = _whole_windows(windows, tokens)
@@ -155,23 +161,29 @@ def evaluate(
             inside, mine = torch.from_numpy(mine < end).to(world.device), np.minimum(mine, end - 1)
             x, targets = (t.to(world.device) for t in windows.read(mine))
             targets[~inside] = IGNORED
+            how: dict[str, Any] = {}
+            if windows.separate:
+                ids = windows.document_ids(mine).to(world.device)
+                how = {"documents": ids, "positions": positions}
+                how["count_boundaries"] = windows.count_boundaries
             with autocast(world.device, precision):
                 if first == 0:
                     with probe(decoder) as seen, _uncompiled(decoder):
-                        loss = decoder(x, targets, reduction="none")
+                        loss = decoder(x, targets, reduction="none", **how)
                     gates = {name: _moments(values[0][inside]) for name, values in sorted(seen.items())}
                 else:
-                    loss = decoder(x, targets, reduction="none")
+                    loss = decoder(x, targets, reduction="none", **how)
                 if documents is not None:
                     documents.add(mine, targets, loss)
                 if first >= count:
                     continue
                 if windows.has_loss:
-                    right = decoder(x, predict=True) == targets
+                    right = decoder(x, predict=True, **how) == targets
                     marks = windows.marks(mine) if windows.answer_groups else None
                     answers += _by_group(x, targets, loss, right, marks, len(groups))
-            losses += loss.double().sum(0).cpu()
-            counted += (targets != IGNORED).sum(0).cpu()
+            place = _positions(how.get("documents"), x)
+            losses.index_add_(0, place, loss.double().flatten().cpu())
+            counted.index_add_(0, place, (targets != IGNORED).double().flatten().cpu())
     losses, counted = (world.sum_tensor(t.to(world.device)).cpu() for t in (losses, counted))
     statistics = tuple(
         _statistics(int(name.split(".")[1]), world.sum_tensor(moments.to(world.device)))
@@ -197,6 +209,13 @@ def evaluate(
         answers=_answers(answers, groups) if windows.has_loss else None,
         documents=None if documents is None else documents.total(),
     )
+
+
+def _positions(documents: Tensor | None, x: Tensor) -> Tensor:
+    """Of all tokens (B*T), their positions in their documents."""
+    places = torch.arange(x.shape[1]).expand_as(x)
+    starts = None if documents is None else document_starts(documents.cpu())
+    return (places if starts is None else places - starts).flatten()
 
 
 def _whole_windows(windows: Windows, tokens: int | None) -> int:
@@ -332,7 +351,7 @@ def open_run(
     length = settings.train.context if context is None else context
     chosen = open_split(record.folder if data is None else data, split)
     check_range(settings.model.vocab_size, chosen)
-    return OpenedRun(settings, folder, Windows(chosen, length))
+    return OpenedRun(settings, folder, validation_windows(chosen, length, settings.train))
 
 
 def _refuse_other_tokens(run: Path, data: str | os.PathLike[str]) -> None:
@@ -354,9 +373,10 @@ def evaluate_run(
     data: str | os.PathLike[str] | None = None,
     context: int | None = None,
     device: str | None = None,
+    by_document: int = 0,
 ) -> dict[str, Any]:
     """Evaluate a checkpoint of a run folder (`which`: last, best or a step) on a split of its data, or any
-    other model on the data given."""
+    other model on the data given. `by_document` adds so many of the hardest and of the easiest documents."""
     for name, value in (("tokens", tokens), ("context", context)):
         if value is not None and value < 1:
             raise HeadgateError(f"{name}={value} is too small; expected at least 1, or none for all")
@@ -364,8 +384,10 @@ def evaluate_run(
         opened = open_run(run, split=split, which=which, data=data, context=context)
         folder, windows, train = opened.checkpoint, opened.windows, opened.settings.train
         batch_size, precision, step = train.batch_size, train.precision, checkpoint.read_state(folder).step
+        positions = train.document_positions
     else:
         folder, batch_size, precision, step = model_file(run), 1, "fp32", None
+        positions = "document"
         if data is None or context is None:
             raise HeadgateError(
                 f"{str(run)!r} is a model and no run, so it has no data and context of its own; give --data "
@@ -378,9 +400,52 @@ def evaluate_run(
     with join(device) as world:
         decoder = load(folder).to(world.device)
         result = evaluate(
-            decoder, windows, tokens=tokens, batch_size=batch_size, precision=precision, world=world
+            decoder,
+            windows,
+            tokens=tokens,
+            batch_size=batch_size,
+            precision=precision,
+            positions=positions,
+            world=world,
+            by_document=by_document > 0,
+            document_tokens=tokens,
         )
-    return {"run": str(run), "checkpoint": folder.name, "step": step, "split": split, **result.to_dict()}
+    found = {"run": str(run), "checkpoint": folder.name, "step": step, "split": split, **result.to_dict()}
+    if by_document:
+        if result.documents is None:
+            raise HeadgateError(
+                f"the documents of split {split!r} are unknown: its shards have no index; leave "
+                "--by-document out"
+            )
+        found["documents"] = _extremes(result.documents, windows, by_document, run, data)
+    return found
+
+
+def _extremes(
+    losses: DocumentLosses,
+    windows: Windows,
+    count: int,
+    run: str | os.PathLike[str],
+    data: str | os.PathLike[str] | None,
+) -> dict[str, Any]:
+    """The hardest and the easiest documents by their mean loss, each with how it begins."""
+    beside = [Path(run) / "tokenizer.json", *([] if data is None else [Path(data) / "tokenizer.json"])]
+    file = next((path for path in beside if path.is_file()), None)
+    tokenizer = None if file is None else Tokenizer.of_file(file)
+    means = losses.loss / losses.tokens
+    order = np.argsort(means, kind="stable")
+
+    def described(n: int) -> dict[str, Any]:
+        document = int(losses.document[n])
+        begin = windows.beginning(document, FIRST_TOKENS)
+        text = None if tokenizer is None else tokenizer.decode(begin)
+        tokens = int(losses.tokens[n])
+        return {"document": document, "tokens": tokens, "loss": float(means[n]), "text": text}
+
+    hardest, easiest = order[::-1][:count], order[:count]
+    described_all = {"hardest": [described(n) for n in hardest], "easiest": [described(n) for n in easiest]}
+    plain: dict[str, Any] = finite({"count": len(order), **described_all})
+    return plain
 
 
 def _check_vocabulary(model: Path, data: str | os.PathLike[str]) -> None:

@@ -95,7 +95,7 @@ def check_fit(asked: Config, record: DataRecord, *splits: Split) -> None:
         )
     check_range(asked.model.vocab_size, *splits)
     for split in splits:
-        Windows(split, asked.train.context)
+        Windows(split, asked.train.context, documents=asked.train.documents == "mask")
 
 
 class RunFolder:

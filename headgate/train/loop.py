@@ -27,7 +27,7 @@ from torch import Tensor
 
 from headgate import config, files, ops
 from headgate.config import Config, ModelConfig, RunOptions
-from headgate.data.loader import IGNORED, Loader, Windows
+from headgate.data.loader import IGNORED, Loader, validation_windows
 from headgate.data.shards import Split, open_split
 from headgate.errors import HeadgateError
 from headgate.machine import keep_memory, memory, memory_peak
@@ -102,6 +102,9 @@ def train(
             seed=asked.seed,
             rank=world.rank,
             ranks=world.size,
+            document_ids=asked.train.documents == "mask",
+            count_boundaries=asked.train.boundaries == "count",
+            packing=asked.train.packing,
             state=state.loader,
         )
         trainer = Trainer(asked, options, world, run, decoder, loader, splits[1], state)
@@ -133,7 +136,7 @@ class Trainer:
         self.model = world.wrap(self.decoder, shard=options.shard)
         self.optimizer = make_optimizer(self.decoder, asked.train)
         self.parameters: list[Tensor] = list(self.decoder.parameters())
-        self.loader, self.val = loader, Windows(val, asked.train.context)
+        self.loader, self.val = loader, validation_windows(val, asked.train.context, asked.train)
         self.state = state
         self.saved_step = state.step
         self._saved_at = time.monotonic()
@@ -180,14 +183,22 @@ class Trainer:
         train, world, number = self.config.train, self.world, self.state.step + 1
         torch.manual_seed(_step_seed(self.config.seed, number, world.rank))
         batches = [next(self.loader) for _ in range(train.accumulation)]
-        counted = sum(int((targets != IGNORED).sum()) for _, targets in batches)
+        counted = sum(int((batch[1] != IGNORED).sum()) for batch in batches)
         scale = world.size / max(1.0, world.sum([counted])[0])
         loss_sum = torch.zeros((), device=world.device)
-        for n, (tokens, targets) in enumerate(batches):
-            tokens, targets = tokens.to(world.device), targets.to(world.device)
+        for n, batch in enumerate(batches):
+            tokens, targets, *ids = (t.to(world.device) for t in batch)
             with hold_gradients(self.model, hold=n + 1 < len(batches)):
                 with autocast(world.device, train.precision):
-                    loss = self.model(tokens, targets, reduction="sum") * scale
+                    loss = self.model(
+                        tokens,
+                        targets,
+                        documents=ids[0] if ids else None,
+                        positions=train.document_positions,
+                        count_boundaries=train.boundaries == "count",
+                        reduction="sum",
+                    )
+                    loss = loss * scale
                 loss.backward()
             loss_sum += loss.detach()
         late = time.monotonic() - self._saved_at > 60 * self.options.save_minutes
@@ -252,6 +263,7 @@ class Trainer:
             tokens=train.evaluate_tokens,
             batch_size=train.batch_size,
             precision=train.precision,
+            positions=train.document_positions,
             world=self.world,
             by_document=self.state.step == train.steps,
             document_tokens=train.document_tokens,
@@ -315,7 +327,9 @@ class Trainer:
             )
         last = lines[-1]
         best = next((line for line in lines if line["step"] == self.state.best_step), last)
-        summary = summarise(self.config, self.decoder, self.state, last, best, self.world)
+        windows = self.loader.windows
+        documents = windows.document_lengths() if windows.separate else None
+        summary = summarise(self.config, self.decoder, self.state, last, best, self.world, documents)
         files.write_json(self.folder.summary, summary)
         progress.say(
             f"finished in {duration(self._seconds())}: validation loss {last['validation']['loss']:.4f}, "

@@ -5,10 +5,12 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from headgate.config import Config
+from headgate.data.loader import DocumentLengths
 from headgate.machine import processor
 from headgate.mechanisms.contract import Mechanism
 from headgate.model.decoder import Decoder
@@ -26,8 +28,10 @@ def summarise(
     last: Mapping[str, Any],
     best: Mapping[str, Any],
     world: World,
+    documents: DocumentLengths | None = None,
 ) -> dict[str, Any]:
-    """`last` and `best` are the lines of metrics.jsonl of the last and the best evaluation."""
+    """`last` and `best` are the lines of metrics.jsonl of the last and the best evaluation; `documents` how
+    long the pieces are that attention stays within, if documents are masked."""
     context = config.train.context
     return {
         "steps": state.step,
@@ -45,9 +49,10 @@ def summarise(
         "memory_peak": state.memory_peak,
         "parameters": decoder.parameter_count(),
         "mechanism_parameters": sum(p.numel() for m in mechanisms_of(decoder) for p in m.parameters()),
-        "flops_per_token": flops_per_token(decoder, context),
+        "flops_per_token": flops_per_token(decoder, context, documents),
+        "document_tokens": None if documents is None else documents.mean,
         "kernel_paths": dict(sorted(state.paths.items())),
-        "sparsity": sparsity(decoder, context),
+        "sparsity": sparsity(decoder, context, documents),
         "mechanisms": [config.model.layer_mechanism(n).name for n in range(config.model.n_layers)],
         "versions": {
             "headgate": __version__,
@@ -70,7 +75,21 @@ def mechanisms_of(decoder: Decoder) -> list[Mechanism]:
     return [module for module in decoder.modules() if isinstance(module, Mechanism)]
 
 
-def flops_per_token(decoder: Decoder, context: int) -> dict[str, float]:
+def pairs_per_token(mechanism: Mechanism, context: int, documents: DocumentLengths | None = None) -> float:
+    """Query-key pairs that a head evaluates for a token: the mean over a context, or over pieces of documents
+    of the lengths that there are. Between 64 lengths or so, which is exact enough, they are interpolated."""
+    if documents is None:
+        return mechanism.pairs(context) / context
+    known = documents.lengths
+    if len(known) > 64:
+        known = np.unique(np.geomspace(known[0], known[-1], 96).round().astype(np.int64))
+    found = np.interp(documents.lengths, known, [mechanism.pairs(int(length)) for length in known])
+    return float((found * documents.counts).sum() / documents.tokens)
+
+
+def flops_per_token(
+    decoder: Decoder, context: int, documents: DocumentLengths | None = None
+) -> dict[str, float]:
     """Multiplications and additions of the forward pass, the mean over a context; training takes three times.
 
     Two for each weight of a linear map, the output head among them, and four for each dimension of a head and
@@ -81,13 +100,13 @@ def flops_per_token(decoder: Decoder, context: int) -> dict[str, float]:
     )
     if decoder.config.tied_embeddings:
         weights += decoder.embedding.weight.numel()
-    pairs = sum(m.pairs(context) for m in mechanisms_of(decoder)) / context
+    pairs = sum(pairs_per_token(m, context, documents) for m in mechanisms_of(decoder))
     attention = 4.0 * pairs * decoder.config.n_heads * decoder.config.head_dim
     return {"linear": 2.0 * weights, "attention": attention, "forward": 2.0 * weights + attention}
 
 
-def sparsity(decoder: Decoder, context: int) -> dict[str, Any]:
+def sparsity(decoder: Decoder, context: int, documents: DocumentLengths | None = None) -> dict[str, Any]:
     """The share of the causal query-key pairs that each layer does not evaluate."""
-    dense = context * (context + 1) // 2
-    layers = [1 - m.pairs(context) / dense for m in mechanisms_of(decoder)]
+    dense = (context + 1) / 2
+    layers = [1 - pairs_per_token(m, context, documents) / dense for m in mechanisms_of(decoder)]
     return {"context": context, "mean": sum(layers) / len(layers), "by_layer": layers}

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 
@@ -35,12 +36,32 @@ def print_evaluation(result: dict[str, Any], *, as_json: bool) -> None:
             cells = (f"{place['tokens']:,}", _number(place["loss"]), f"{place['accuracy']:.1%}")
             table.add_row(f"{place['first']:,}-{place['end'] - 1:,}", *cells)
         console.print(table)
+    if "documents" in result:
+        _print_documents(result["documents"], console)
     if result["gates"]:
         table = Table("layer", "gate's mean", "spread", "below 0.1", "above 0.9", box=None, pad_edge=False)
         for gate in result["gates"]:
             shares = (f"{gate[name]:.0%}" for name in ("below_01", "above_09"))
             table.add_row(str(gate["layer"]), _number(gate["mean"]), _number(gate["spread"]), *shares)
         console.print(table)
+
+
+def _print_documents(found: dict[str, Any], console: Console) -> None:
+    table = Table("documents", "number", "tokens", "loss", "begins with", box=None, pad_edge=False)
+    for column in table.columns[1:4]:
+        column.justify = "right"
+    for which in ("hardest", "easiest"):
+        for n, place in enumerate(found[which]):
+            begin = "unknown" if place["text"] is None else _plain(place["text"])[:48]
+            cells = (f"{place['document']:,}", f"{place['tokens']:,}", _number(place["loss"]), escape(begin))
+            table.add_row(which if n == 0 else "", *cells)
+    console.print(f"{found['count']:,} documents")
+    console.print(table)
+
+
+def _plain(text: str) -> str:
+    """On one line, without what a terminal would obey."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
 def _number(value: float | None) -> str:

@@ -111,12 +111,15 @@ def test_the_best_rate_is_that_of_the_lowest_loss(tmp_path: Path) -> None:
         run.folder.mkdir(parents=True)
         loss = losses[run.rate][run.seed - 1000]
         (run.folder / "summary.json").write_text(json.dumps({"final": {"loss": loss}}))
-    assert best_rate(runs) == 0.2
+    assert best_rate(plan, runs) == 0.2
     assert [run.rate for run in judged_runs(plan, "t", tmp_path)] == [0.2]
     for run in runs:
         (run.folder / "summary.json").unlink()
-    assert best_rate(runs) is None
+    assert best_rate(plan, runs) is None
     assert list(judged_runs(plan, "t", tmp_path)) == []
+    single = replace(plan, rates=(0.1,))
+    assert list(tuning_runs(single, "t", tmp_path)) == []
+    assert [run.rate for run in judged_runs(single, "t", tmp_path)] == [0.1]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The loader serves every target once an epoch, in an order that no number of ranks and no resume changes."""
 
 import itertools
+import random
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -11,7 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headgate.data.loader import IGNORED, Loader, Windows, permute
+import headgate
+from headgate.data.loader import IGNORED, Loader, PackedDocuments, Windows, permute
+from headgate.data.packing import pack
 from headgate.data.shards import Split, open_split
 from headgate.errors import HeadgateError
 
@@ -185,6 +188,74 @@ def test_documents_without_tokens_lose_no_boundary(tmp_path: Path) -> None:
     np.array([5] * 6 + [6, 12], dtype="<u8").tofile(tmp_path / "a.ds.index")
     ids = Windows(open_split(tmp_path, "train"), 4).document_ids([0, 1])
     assert np.diff(ids.numpy()).astype(bool).tolist() == [[False, False, False], [True, True, False]]
+
+
+@settings(deadline=None, max_examples=30)
+@given(sizes, st.booleans())
+def test_masked_documents_have_every_target_but_their_first_token_once(
+    size: tuple[int, int, int], whole: bool
+) -> None:
+    """In windows of the stream and in packed ones, where all of a document stands together if it fits."""
+    tokens, length, shard_tokens = size
+    with tempfile.TemporaryDirectory() as folder:
+        split = make_split(Path(folder), max(tokens, length + 1, 8), shard_tokens=max(8, shard_tokens))
+        documents = []
+        for shard in split.shards:
+            before = sum(map(len, documents))
+            for start, end in itertools.pairwise([0, *shard.load_ends().tolist()]):
+                documents.append(range(before + start, before + end))
+        expected = [token for document in documents for token in document[1:]]
+        if whole and length == 1:
+            return
+        loader = Loader(
+            split, length=length, batch_size=1, document_ids=True, packing="whole" if whole else "stream"
+        )
+        found, together = [], []
+        for _ in range(len(loader.windows)):
+            inputs, targets, ids = next(loader)
+            found += served(inputs[0], targets[0])
+            headgate.ops.document_starts(ids)  # raises if one returns
+            for number in range(len(documents)):
+                here = inputs[0][ids[0] == number].tolist()
+                assert set(here) <= set(documents[number])
+                together.append(here)
+        assert sorted(found) == expected
+        if whole:
+            for document in documents:
+                if 1 < len(document) <= length:
+                    assert list(document) in together
+
+
+def test_packing_is_best_fit_and_goes_on_exactly(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    for _ in range(50):
+        capacity = draw.randint(2, 40)
+        lengths = [draw.randint(1, capacity) for _ in range(draw.randint(1, 60))]
+        room: list[int] = []
+        for length in sorted(lengths, reverse=True):
+            fitting = [n for n, left in enumerate(room) if left >= length]
+            if fitting:
+                room[min(fitting, key=lambda n: room[n])] -= length
+            else:
+                room.append(capacity - length)
+        found = pack(np.array(lengths), capacity)
+        assert sorted(capacity - np.bincount(found, lengths)) == sorted(room)
+    split = make_split(tmp_path, 3000, shard_tokens=700)
+    options = {"length": 50, "batch_size": 3, "seed": 5, "document_ids": True, "packing": "whole"}
+    whole = Loader(split, **options)
+    assert isinstance(whole.windows, PackedDocuments)
+    assert whole.windows.padding < 0.02
+    rows = [next(whole) for _ in range(9)]
+    before = Loader(split, **options)
+    for _ in range(4):
+        next(before)
+    after = Loader(split, **options, state=before.state())
+    for row in rows[4:]:
+        assert all(torch.equal(a, b) for a, b in zip(row, next(after), strict=True))
+    with pytest.raises(HeadgateError, match="state has no 'sequences'"):
+        Loader(split, **options, state=Loader(split, length=50, batch_size=3, seed=5).state())
+    with pytest.raises(HeadgateError, match="packing='whole' lays documents together"):
+        Loader(split, length=50, batch_size=3, packing="whole")
 
 
 def test_a_loss_mask_takes_targets_out(tmp_path: Path) -> None:

@@ -342,3 +342,74 @@ def test_without_positions_nothing_is_rotated(name: str) -> None:
             with torch.no_grad():
                 outputs.append(headgate.build_model(config, mechanism=name)(tokens))
         assert torch.equal(*outputs) == same, positions
+
+
+ROWS = [[20, 1, 33, 10], [40, 24]]
+"""Lengths of the documents in each row of a batch."""
+
+
+def packed_documents(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, targets and document ids; every token has a target, those across a boundary too."""
+    stream = some_tokens(2, sum(ROWS[0]) + 1, seed)
+    ids = torch.tensor([[7 - n for n, size in enumerate(row) for _ in range(size)] for row in ROWS])
+    return stream[:, :-1], stream[:, 1:], ids
+
+
+def results_of(decoder: Decoder, loss: Tensor) -> dict[str, Tensor]:
+    decoder.zero_grad()
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in decoder.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **gradients}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", PAPER_AND_BASELINES)
+def test_packed_documents_are_as_if_alone(name: str, recompute: bool) -> None:
+    """Loss and every gradient, with positions that begin anew; the target of a document's last token, but
+    that of the row, belongs to another document and does not count."""
+    config = replace(SMALL, head_dim=16)
+    decoder = with_weights_of_unit_scale(headgate.build_model(config, name))
+    decoder.recompute = recompute
+    tokens, targets, ids = packed_documents()
+    packed = results_of(decoder, decoder(tokens, targets, documents=ids, reduction="sum"))
+    total = torch.zeros(())
+    for row, sizes in enumerate(ROWS):
+        for n, (x, y) in enumerate(zip(tokens[row].split(sizes), targets[row].split(sizes), strict=True)):
+            y = y.clone()
+            if n + 1 < len(sizes):
+                y[-1] = -100
+            total = total + decoder(x[None], y[None], reduction="sum")
+    for what, expected in results_of(decoder, total).items():
+        error = (packed[what] - expected).abs().max() / max(1.0, expected.abs().max().item())
+        assert error <= 1e-5, f"{what}: {error:.1e}"
+
+
+def test_a_boundary_counts_and_positions_go_on_if_asked() -> None:
+    decoder = with_weights_of_unit_scale(headgate.build_model(SMALL, "full"))
+    tokens, targets, ids = packed_documents()
+    counted = decoder(tokens, targets, documents=ids, reduction="none", count_boundaries=True)
+    ignored = decoder(tokens, targets, documents=ids, reduction="none")
+    ends = (ids[:, :-1] != ids[:, 1:]).nonzero().tolist()
+    assert len(ends) == 4
+    for row, place in ends:
+        assert ignored[row, place] == 0
+        ignored[row, place] = counted[row, place]
+    assert torch.equal(counted, ignored)
+    on = decoder(tokens, documents=ids, positions="stream")
+    anew = decoder(tokens, documents=ids)
+    torch.testing.assert_close(on[0, :20], anew[0, :20])
+    torch.testing.assert_close(
+        on[0, 21:54], anew[0, 21:54], atol=1e-4, rtol=1e-4
+    )  # RoPE sees distances alone
+    torch.testing.assert_close(decoder(tokens, documents=torch.zeros_like(ids)), decoder(tokens))
+
+
+def test_documents_that_do_not_fit_are_refused() -> None:
+    decoder = headgate.build_model(SMALL, "full")
+    tokens, _, ids = packed_documents()
+    with pytest.raises(HeadgateError, match=r"documents have shape \(2, 63\)"):
+        decoder(tokens, documents=ids[:, 1:])
+    with pytest.raises(HeadgateError, match="documents return to 0 in row 0"):
+        decoder(tokens, documents=(torch.arange(tokens.shape[1]) % 3).expand_as(tokens))
+    with torch.no_grad(), pytest.raises(HeadgateError, match="run them without a cache"):
+        decoder(tokens, documents=ids, cache=decoder.new_cache())

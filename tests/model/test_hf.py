@@ -253,7 +253,11 @@ REFUSED = {
     "hole": (lambda b: holes(b), "attention_mask of row 0 has padding between tokens"),
     "no token": (lambda b: b | {"attention_mask": b["attention_mask"] * 0}, "row 0 has no token"),
     "shape": (lambda b: b | {"attention_mask": torch.ones(2, 3)}, r"attention_mask has shape \(2, 3\)"),
-    "positions": (lambda b: b | {"position_ids": torch.arange(9) % 4}, "position_ids of row 0 do not count"),
+    "positions": (lambda b: b | {"position_ids": torch.arange(9) + 4}, "position_ids of row 0 do not count"),
+    "packed with a cache": (
+        lambda b: b | {"position_ids": torch.arange(9) % 4, "use_cache": True},
+        "position_ids of row 0 do not count",
+    ),
     "embeddings": (lambda b: {"inputs_embeds": torch.zeros(1, 2, 24)}, "give input_ids"),
     "attentions": (lambda b: b | {"output_attentions": True}, "returns no attentions or hidden states"),
     "right padding": (lambda b: padded(prompts(9, 4), "right") | {"use_cache": True}, "padded on the right"),
@@ -265,6 +269,27 @@ def test_what_is_not_computed_is_refused(case: str) -> None:
     change, words = REFUSED[case]
     with pytest.raises(HeadgateError, match=words), torch.no_grad():
         build()(**change(padded(prompts(9, 9), "left")))
+
+
+@pytest.mark.parametrize("mechanism", ["dynamic-sparse", "moba", "gated-delta"])
+def test_packed_positions_are_documents(mechanism: str) -> None:
+    """As transformers' collator packs them, against the same documents one by one; labels across a boundary
+    do not count, whether the collator ignores them or not."""
+    model, documents = build(mechanism), prompts(9, 4, 17)
+    packed = transformers.DataCollatorWithFlattening()([{"input_ids": d.tolist()} for d in documents])
+    assert packed["position_ids"].tolist()[0][9:13] == [0, 1, 2, 3]
+    out = model(**packed)
+    alone = [model(input_ids=d[None], labels=d[None]) for d in documents]
+    torch.testing.assert_close(out.logits[0], torch.cat([a.logits[0] for a in alone]))
+    counts = [len(d) - 1 for d in documents]
+    mean = sum(a.loss * n for a, n in zip(alone, counts, strict=True)) / sum(counts)
+    torch.testing.assert_close(out.loss, mean)
+    names, gradients = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True)
+    ours, theirs = (torch.autograd.grad(t, gradients, allow_unused=True) for t in (out.loss, mean))
+    for name, a, b in zip(names, ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, msg=name)
+    everything = model(**packed | {"labels": packed["input_ids"]})
+    torch.testing.assert_close(everything.loss, out.loss)
 
 
 def test_other_caches_are_refused() -> None:

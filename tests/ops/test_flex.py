@@ -130,6 +130,56 @@ def test_lengths_of_several_blocks(options: dict[str, int]) -> None:
     check(test_span.case(**options))
 
 
+def random_documents(rows: int, length: int, seed: int) -> Tensor:
+    pick = torch.Generator().manual_seed(seed)
+    return (torch.rand(rows, length, generator=pick) < 0.02).cumsum(1)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"window": 40},
+        {"window": 60, "dense_prefix": 70},
+        {"window": 30, "pinned": 7},
+        {"window": 9, "ring": 80},
+    ],
+    ids=str,
+)
+def test_documents(options: dict[str, int]) -> None:
+    chosen = test_span.case(batch=2, queries=300, keys=300, **options)
+    chosen.options["first_keys"] = ops.document_starts(random_documents(2, 300, seed=3))
+    check(chosen)
+
+
+def test_blocks_of_documents_hide_no_pair_and_show_no_other() -> None:
+    for seed in range(60):
+        span = random_span(seed)
+        if span.queries < span.keys:
+            continue
+        starts = ops.document_starts(random_documents(3, span.keys, seed))
+        if starts is None:
+            continue
+        seen = torch.stack(
+            [
+                span.pairs(starts.device, starts)(
+                    torch.tensor(b),
+                    torch.tensor(0),
+                    torch.arange(span.queries)[:, None],
+                    torch.arange(span.keys)[None],
+                )
+                for b in range(3)
+            ]
+        )
+        some, every = by_blocks(seen)
+        found_some, found_every = span.blocks_of_documents(starts)
+        assert (found_some >= some).all()
+        assert (found_every <= every).all()
+        if not span.dense_prefix and not span.pinned and not span.nearest and span.farthest >= span.keys:
+            assert torch.equal(found_some, some)
+
+
 @pytest.mark.usefixtures("on_cpu")
 def test_a_closed_ring_is_a_window_and_has_no_nan_gradient() -> None:
     chosen = test_span.case(queries=80)

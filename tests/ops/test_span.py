@@ -432,7 +432,7 @@ def test_explain_says_why_not_native() -> None:
 def arguments(name: str, *, backward: bool) -> tuple[Any, ...]:
     chosen = case(2, 4, 2, 20, 24, 16, ring=9, bias=1.0)
     tensors: list[Tensor | None] = [t.requires_grad_(not backward) for t in chosen.inputs]
-    tensors.append(None)
+    tensors += [None, None]
     span = Span(3, ring=9, start=1).numbers()
     if not backward:
         return (*tensors, span)

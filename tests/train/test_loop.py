@@ -101,7 +101,8 @@ def test_a_run_learns_and_tells_all_it_should(data: Path, micro: Config, tmp_pat
     assert summary["tokens_per_second"] > 0
     assert read_config(run) == changed(micro, steps=60)
     assert sorted(p.name for p in run.iterdir()) == [
-        "checkpoints", "config.json", "data.json", "metrics.jsonl", "summary.json", "tokenizer.json"
+        "checkpoints", "config.json", "data.json", "documents.safetensors", "metrics.jsonl", "summary.json",
+        "tokenizer.json",
     ]  # fmt: skip
 
 
@@ -322,7 +323,8 @@ def test_a_sequence_of_32768_tokens_trains_in_6_gb(tmp_path: Path) -> None:
         tmp_path / "data",
         workers=1,
     )
-    words = ["train.context=32768", "train.batch_size=1", "train.steps=1", "--recompute"]
+    words = ["train.context=32768", "train.batch_size=1", "train.steps=1", "train.documents=stream"]
+    words.append("--recompute")
     words += [
         "--data",
         str(tmp_path / "data"),

@@ -24,7 +24,7 @@ class Copy(DrawnTask):
 
     small: ClassVar[Mapping[str, Any]] = {"length": 20, "tokens": 4}
     suite: ClassVar[SuiteSize] = SuiteSize(
-        {"length": 64, "tokens": 8, "alphabet": 16}, steps=500, batch_size=32
+        {"length": 64, "tokens": 8, "alphabet": 16}, batch_size=32, quick=True
     )
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "mad": {"length": 256, "tokens": 16, "alphabet": 14, "repeats": True}

@@ -24,7 +24,7 @@ class FuzzyRecall(DrawnTask):
     """
 
     small: ClassVar[Mapping[str, Any]] = {"length": 24, "pairs": 3}
-    suite: ClassVar[SuiteSize] = SuiteSize(steps=400)
+    suite: ClassVar[SuiteSize] = SuiteSize({"pairs": 4, "keys": 4, "values": 4}, steps=450)
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "mad": {"key_size": 3, "value_size": 3, "keys": 7, "values": 7}
     }

@@ -24,7 +24,15 @@ class Mqar(DrawnTask):
 
     small: ClassVar[Mapping[str, Any]] = {"length": 20, "pairs": 3, "keys": 8, "values": 8}
     suite: ClassVar[SuiteSize] = SuiteSize(
-        {"pairs": [2, 4, 8, 16, 32], "keys": 32, "values": 32, "filler": 16}, steps=500, quick=True
+        {
+            "length": [64, 64, 128],
+            "pairs": [4, 8, 16],
+            "shares": [2, 1, 1],
+            "keys": 16,
+            "values": 16,
+            "filler": 8,
+        },
+        quick=True,
     )
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "zoology": {

@@ -28,7 +28,9 @@ class Needle(DrawnTask):
     """
 
     small: ClassVar[Mapping[str, Any]] = {"length": 24, "needles": 2}
-    suite: ClassVar[SuiteSize] = SuiteSize(steps=500)
+    suite: ClassVar[SuiteSize] = SuiteSize(
+        {"length": 128, "keys": 8, "values": 8, "filler": 16}, steps=400, batch_size=32
+    )
 
     length: int = 256
     """Tokens of a sample."""

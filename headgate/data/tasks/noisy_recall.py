@@ -22,7 +22,7 @@ class NoisyRecall(DrawnTask):
     """
 
     small: ClassVar[Mapping[str, Any]] = {"length": 20, "keys": 3}
-    suite: ClassVar[SuiteSize] = SuiteSize(steps=250)
+    suite: ClassVar[SuiteSize] = SuiteSize(steps=250, quick=True)
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"clean": {"share": 0.0}}
 
     length: int = 128

@@ -42,7 +42,7 @@ class Recall(SyntheticTask):
 
     small: ClassVar[Mapping[str, Any]] = {"context": 20, "pairs": 3, "queries": 2}
     suite: ClassVar[SuiteSize] = SuiteSize(
-        {"context": 128, "pairs": 8, "queries": 8, "keys": 16, "values": 16, "noise": 16}, steps=400
+        {"context": 128, "pairs": 8, "queries": 8, "keys": 16, "values": 16, "noise": 16}, steps=300
     )
 
     context: int = 1024

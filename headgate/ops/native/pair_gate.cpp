@@ -106,7 +106,7 @@ private:
         transpose<D, BLOCK>(q_rows, q_lanes, BLOCK);
         to_lanes(call.query_half, b, h, first, count, M, UNIT, query_half);
         std::fill(out, out + BLOCK * D, 0.0f);
-        find_segment(span, NEAR, first, count, segment);
+        find_segment(span, NEAR, b, first, count, segment);
         gate.vectors = (count + LANES - 1) / LANES;
         return count;
     }

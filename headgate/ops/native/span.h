@@ -38,6 +38,8 @@ struct SpanCall {
     float *key_bias, *d_key_bias, *distance_bias, *d_distance_bias;
     int64_t distances;  // in a row of the table; at least as many as keys
     const int64_t* windows;  // (G), for few queries alone: a window for each key head in place of one for all
+    // (B,Tq), for many queries: the first key of each query's document, which rises; null for one document.
+    const int64_t* first_keys;
 
     int64_t heads() const { return groups * repeat; }
     bool is_active(int64_t b, int64_t h) const { return !active || active[b * heads() + h]; }
@@ -45,12 +47,18 @@ struct SpanCall {
     int64_t own_key(int64_t query) const { return keys - queries + query; }
     int64_t per_query(int64_t b, int64_t h, int64_t t) const { return (b * heads() + h) * queries + t; }
     int64_t per_key(int64_t b, int64_t h, int64_t j) const { return (b * heads() + h) * keys + j; }
-    // The earliest key of the contiguous span that ends at the query's own, the ring aside.
-    int64_t first_key(int64_t query) const {
-        const int64_t own = own_key(query);
-        return window < 0 || start + own < dense_prefix ? 0 : std::max<int64_t>(0, own - window);
+    // Where the query's document begins; beyond the query's own key if that lies in an earlier document.
+    int64_t document(int64_t b, int64_t query) const {
+        return first_keys ? std::min(first_keys[b * queries + query], own_key(query) + 1) : 0;
     }
-    int64_t first_ring_key(int64_t query) const { return std::max<int64_t>(0, own_key(query) - ring); }
+    // The earliest key of the contiguous span that ends at the query's own, the ring aside.
+    int64_t first_key(int64_t b, int64_t query) const {
+        const int64_t own = own_key(query), begin = document(b, query);
+        return window < 0 || start + own - begin < dense_prefix ? begin : std::max(begin, own - window);
+    }
+    int64_t first_ring_key(int64_t b, int64_t query) const {
+        return std::max(document(b, query), own_key(query) - ring);
+    }
     int64_t pinned_keys() const { return std::clamp<int64_t>(pinned - start, 0, keys); }
 };
 
@@ -65,15 +73,16 @@ struct Segment {
 enum Part { NEAR, RING, PINNED, PARTS };
 
 // False if the block has no keys of this part.
-inline bool find_segment(const SpanCall& call, Part part, int64_t first, int count, Segment& segment) {
+inline bool find_segment(const SpanCall& call, Part part, int64_t b, int64_t first, int count,
+                         Segment& segment) {
     if (part == RING && !call.ring_log_weight) return false;
     if (part == PINNED && (call.window < 0 || call.pinned_keys() == 0)) return false;
     for (int i = 0; i < count; ++i) {
-        const int64_t near = call.first_key(first + i);
+        const int64_t near = call.first_key(b, first + i), begin = call.document(b, first + i);
         switch (part) {
             case NEAR: segment.lo[i] = near, segment.hi[i] = call.own_key(first + i) + 1; break;
-            case RING: segment.lo[i] = call.first_ring_key(first + i), segment.hi[i] = near; break;
-            default: segment.lo[i] = 0, segment.hi[i] = std::min(near, call.pinned_keys());
+            case RING: segment.lo[i] = call.first_ring_key(b, first + i), segment.hi[i] = near; break;
+            default: segment.lo[i] = begin, segment.hi[i] = std::min(near, begin + call.pinned_keys());
         }
     }
     segment.begin = segment.lo[0], segment.end = segment.hi[count - 1];

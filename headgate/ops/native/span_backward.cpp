@@ -44,7 +44,7 @@ std::vector<Strip> cut(const SpanCall& call) {
     const double offset = double(call.keys - call.queries), all = double(call.queries);
     for (int64_t n = 1, begin = 0; n <= strips; ++n) {
         double at = all * double(n) / double(strips);
-        if (call.window < 0)  // pairs up to query x: x * (offset + x / 2)
+        if (call.window < 0 && !call.first_keys)  // pairs up to query x: x * (offset + x / 2)
             at = std::sqrt(offset * offset + 2 * at * (offset + all / 2)) - offset;
         int64_t end = n == strips ? call.queries : int64_t(at) / BLOCK * BLOCK;
         if (end <= begin) continue;
@@ -52,9 +52,14 @@ std::vector<Strip> cut(const SpanCall& call) {
         s.begin = begin, s.end = end;
         s.own = begin == 0 ? 0 : call.own_key(begin);
         s.high = call.own_key(end - 1) + 1;
-        s.low = begin == 0 ? 0 : call.first_key(begin);
-        if (begin > 0 && call.ring_log_weight) s.low = std::min(s.low, call.first_ring_key(begin));
-        s.first = call.window < 0 ? 0 : std::min(s.low, call.pinned_keys());
+        s.low = begin == 0 ? 0 : s.own;
+        for (int64_t b = 0; b < (call.first_keys ? call.batch : 1); ++b) {
+            s.low = std::min(s.low, call.first_key(b, begin));
+            if (call.ring_log_weight) s.low = std::min(s.low, call.first_ring_key(b, begin));
+            // A document's pinned keys lie anywhere in the sequence.
+            if (call.first_keys && call.pinned) s.low = std::min(s.low, call.document(b, begin));
+        }
+        s.first = call.window < 0 || call.first_keys ? 0 : std::min(s.low, call.pinned_keys());
         cuts.push_back(s);
         begin = end;
     }
@@ -138,7 +143,7 @@ struct Backward {
         std::fill(d_q, d_q + BLOCK * D, 0.0f);
         for (int part = 0; part < PARTS; ++part) {
             Segment segment{};
-            if (!find_segment(call, Part(part), first, count, segment)) continue;
+            if (!find_segment(call, Part(part), b, first, count, segment)) continue;
             for (int chunk = segment.begin; chunk < segment.end; chunk += CHUNK)
                 attend(first, chunk, std::min(CHUNK, segment.end - chunk), count, segment, biases);
         }
@@ -158,6 +163,7 @@ struct Backward {
             vec dot{};
             for (int d = 0; d < D; d += LANES) dot += load(out + d) * load(d_rows + i * D + d);
             lse[i] = call.lse[at + i] * LOG2E;
+            if (lse[i] == -__builtin_inff()) lse[i] = __builtin_inff();  // it saw no key, so all weights are 0
             delta[i] = sum(dot) - (call.d_lse ? call.d_lse[at + i] : 0.0f);
             if (call.ring_log_weight) bias[i] = call.ring_log_weight[at + i] * LOG2E;
         }

@@ -41,14 +41,14 @@ struct Few {
             for (int64_t i = 0; i < rows; ++i) {
                 const int64_t h = g * call.repeat + i / call.queries, t = i % call.queries;
                 if (!call.is_active(b, h)) continue;
-                const int64_t near = call.first_key(t), last = std::min<int64_t>(end, tile + TILE);
+                const int64_t near = call.first_key(b, t), last = std::min<int64_t>(end, tile + TILE);
                 auto see = [&](int64_t from, int64_t to, float bias) {
                     from = std::max(from, tile), to = std::min(to, last);
                     if (from < to) attend(h, t, from, int(to - from), bias, states[i]);
                 };
                 see(near, call.own_key(t) + 1, 0.0f);
                 if (call.ring_log_weight)
-                    see(call.first_ring_key(t), near, call.ring_log_weight[call.per_query(b, h, t)] * LOG2E);
+                    see(call.first_ring_key(b, t), near, call.ring_log_weight[call.per_query(b, h, t)] * LOG2E);
                 if (call.window >= 0) see(0, std::min(near, call.pinned_keys()), 0.0f);
             }
     }

@@ -33,7 +33,7 @@ struct Forward {
         std::fill(total, total + BLOCK, 0.0f);
         for (int part = 0; part < PARTS; ++part) {
             Segment segment{};
-            if (!find_segment(call, Part(part), first, count, segment)) continue;
+            if (!find_segment(call, Part(part), b, first, count, segment)) continue;
             if (segment.ring) load_bias(call.ring_log_weight + call.per_query(b, h, first), count);
             for (int chunk = segment.begin; chunk < segment.end; chunk += CHUNK)
                 attend(b, g, chunk, std::min(CHUNK, segment.end - chunk), count, segment, biases);
@@ -102,7 +102,9 @@ struct Forward {
         for (int i = 0; i < BLOCK; i += LANES) store(logs + i, (load(top + i) + log2(load(total + i))) * LN2);
         std::copy(logs, logs + count, lse);
         for (int i = 0; i < count; ++i) {
-            const float factor = 1.0f / total[i];
+            const bool seen = total[i] > 0;  // a query beyond a window may have no key in its document
+            if (!seen) lse[i] = -__builtin_inff();
+            const float factor = seen ? 1.0f / total[i] : 0.0f;
             float* to = call.out.row(b, h, first + i);
             for (int d = 0; d < D; d += LANES) store(to + d, load(out + i * D + d) * factor);
         }
@@ -114,7 +116,7 @@ struct Forward {
 
 extern "C" __attribute__((visibility("default"))) void headgate_span_forward(const headgate::SpanCall* call) {
     using namespace headgate;
-    if (call->queries <= FEW) return attend_few(*call);
+    if (call->queries <= FEW && !call->first_keys) return attend_few(*call);
     const int64_t blocks = call->blocks(), repeat = call->repeat;
     const Tables tables(*call);
     for_width(call->width, [&](auto width) {

@@ -66,7 +66,7 @@ struct TopK {
         weights = pieces.take(weighed), d_weights = pieces.take(weighed);
         query_rows<D>(call.q, b, h, first, count, 1.0f, rows);
         transpose<D, BLOCK>(rows, q_lanes, BLOCK);
-        find_segment(call, NEAR, first, count, segment);
+        find_segment(call, NEAR, b, first, count, segment);
         lists.resize(size_t(BLOCK) * capacity());
     }
 

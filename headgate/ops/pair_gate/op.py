@@ -12,6 +12,7 @@ from torch import Tensor
 from headgate.errors import HeadgateError
 from headgate.ops import reference
 from headgate.ops.dispatch import Op, check
+from headgate.ops.documents import by_document
 from headgate.ops.pair_gate import native, tiled
 from headgate.ops.registration import refuse_gradient, register, register_gradient
 from headgate.ops.span.options import Span
@@ -32,6 +33,7 @@ def pair_gated_attention(
     *,
     form: Literal["multiply", "log"],
     window: int | None = None,
+    documents: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """softmax(a * s) v with form "multiply", softmax(a + log s) v with "log", over j <= i or a window.
@@ -52,6 +54,13 @@ def pair_gated_attention(
             raise HeadgateError(f"{name} has shape {tuple(tensor.shape)}; expected {tuple(shape)}")
     if form not in ("multiply", "log"):
         raise HeadgateError(f"form={form!r} is not a choice; expected 'multiply' or 'log'")
+    if documents is not None:
+
+        def alone(q: Tensor, k: Tensor, v: Tensor, query_half: Tensor, key_half: Tensor) -> Tensor:
+            gate = (query_half, key_half, w2, b2)
+            return pair_gated_attention(q, k, v, *gate, form=form, window=window, backend=backend)
+
+        return by_document(documents, alone, q, k, v, query_half, key_half)
     result: Tensor = PAIR_GATE(backend, q, k, v, query_half, key_half, w2, b2, form=form, window=window)
     return result
 

@@ -26,6 +26,7 @@ class SpanCall(ctypes.Structure):
         *((n, ctypes.c_void_p) for n in ("key_bias", "d_key_bias", "distance_bias", "d_distance_bias")),
         ("distances", ctypes.c_int64),
         ("windows", ctypes.c_void_p),
+        ("first_keys", ctypes.c_void_p),
     ]
 
 
@@ -48,6 +49,7 @@ def forward(
     ring_log_weight: Tensor | None,
     key_bias: Tensor | None,
     distance_bias: Tensor | None,
+    first_keys: Tensor | None,
     span: Sequence[int],
     out: Tensor,
     lse: Tensor,
@@ -58,7 +60,9 @@ def forward(
     own, by `windows`."""
     q, k, v = rows(q), rows(k), rows(v)
     weight, key_bias, distance_bias = map(_numbers, (ring_log_weight, key_bias, distance_bias))
+    first_keys = None if first_keys is None else first_keys.contiguous()
     call = new_call(q, k, span)
+    call.first_keys = _pointer(first_keys)
     call.q, call.k, call.v, call.out = view(q), view(k), view(v), view(out)
     _set_biases(call, key_bias, distance_bias)
     call.lse, call.ring_log_weight, call.active = lse.data_ptr(), _pointer(weight), _pointer(active)
@@ -77,6 +81,7 @@ def backward(
     ring_log_weight: Tensor | None,
     key_bias: Tensor | None,
     distance_bias: Tensor | None,
+    first_keys: Tensor | None,
     out: Tensor,
     lse: Tensor,
     span: Sequence[int],
@@ -90,7 +95,9 @@ def backward(
     q, k, v, out, d_out = rows(q), rows(k), rows(v), rows(out), rows(d_out)
     weight, d_lse, lse = _numbers(ring_log_weight), _numbers(d_lse), lse.contiguous()
     key_bias, distance_bias = map(_numbers, (key_bias, distance_bias))
+    first_keys = None if first_keys is None else first_keys.contiguous()
     call = new_call(q, k, span)
+    call.first_keys = _pointer(first_keys)
     _set_biases(call, key_bias, distance_bias)
     call.d_key_bias, call.d_distance_bias = d_key_bias.data_ptr(), d_distance_bias.data_ptr()
     call.q, call.k, call.v, call.out, call.d_out = view(q), view(k), view(v), view(out), view(d_out)

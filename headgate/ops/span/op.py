@@ -4,7 +4,8 @@ One op serves full causal attention, windows, a window after a dense prefix, fir
 a ring of keys further out that enters with a per-query log-weight: `Span` says which. It returns the
 log-sum-exp as well, differentiably, so that branches over disjoint keys can be merged exactly.
 
-A bias may be added to the logits: one per key, or one by the distance of query and key.
+A bias may be added to the logits: one per key, or one by the distance of query and key. `documents` (B,T)
+says which document each token is of, where several share a sequence: none is then seen from another.
 
 Shapes: q (B,H,Tq,D); k, v (B,G,Tk,D); ring_log_weight and lse (B,H,Tq); key_bias (B,H,Tk); distance_bias
 (H,L), L at least Tk. The output lies in memory as
@@ -19,6 +20,7 @@ from torch import Tensor
 from headgate.errors import HeadgateError
 from headgate.ops import flex, reference
 from headgate.ops.dispatch import Op, check, forced_backend
+from headgate.ops.documents import document_starts
 from headgate.ops.registration import refuse_gradient, register, register_gradient
 from headgate.ops.span import native, sdpa, tiled
 from headgate.ops.span.options import Span
@@ -26,9 +28,17 @@ from headgate.ops.span.options import Span
 SPAN = Op("span_attention")
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, start: int = 0, backend: str = "auto") -> Tensor:
+def causal_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    start: int = 0,
+    documents: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
     """Attention of every query over all keys up to itself."""
-    return attention(q, k, v, Span(start=start), backend=backend)
+    return attention(q, k, v, Span(start=start), documents=documents, backend=backend)
 
 
 def window_attention(
@@ -40,20 +50,31 @@ def window_attention(
     dense_prefix: int = 0,
     pinned: int = 0,
     start: int = 0,
+    documents: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Attention over the keys i-window <= j <= i: window + 1 of them, the query's own among them.
 
     A query at a position below `dense_prefix` sees all keys up to itself; the first `pinned` positions are
-    visible to every later query.
+    visible to every later query. Positions are those in a token's document.
     """
-    return attention(q, k, v, Span(window, dense_prefix, pinned, start=start), backend=backend)
+    span = Span(window, dense_prefix, pinned, start=start)
+    return attention(q, k, v, span, documents=documents, backend=backend)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, span: Span, *, backend: str = "auto") -> Tensor:
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    span: Span,
+    *,
+    documents: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
     """Attention over a span, without a ring: the output (B,H,Tq,D) alone, which more paths can compute."""
     check(q, k, v)
     span.check()
+    span = within(documents, q, k, span)
     result: tuple[Tensor, Any] = SPAN(backend, q, k, v, span.simplest(k.shape[2]), output_only=True)
     return result[0]
 
@@ -65,6 +86,7 @@ def biased_attention(
     key_bias: Tensor,
     span: Span = Span(),  # noqa: B008 - a tuple
     *,
+    documents: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Attention over a span with `key_bias` (B,H,Tk) added to the logits of each key: the output (B,H,Tq,D).
@@ -75,6 +97,7 @@ def biased_attention(
     """
     check(q, k, v)
     span.check()
+    span = within(documents, q, k, span)
     check_key_bias(q, k, key_bias)
     result: tuple[Tensor, Any] = SPAN(
         backend, q, k, v, span.simplest(k.shape[2]), key_bias=key_bias, output_only=True
@@ -83,15 +106,28 @@ def biased_attention(
 
 
 def distance_biased_attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, backend: str = "auto"
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    span: Span = Span(),  # noqa: B008 - a tuple
+    *,
+    documents: Tensor | None = None,
+    backend: str = "auto",
 ) -> Tensor:
-    """softmax over j <= i of q.k / sqrt(D) + bias[h, i-j]; bias (H,L) with L at least the number of keys."""
+    """softmax over j <= i of q.k / sqrt(D) + bias[h, i-j]; bias (H,L) with L at least the number of keys.
+
+    Of the span its documents alone are used: a window would hide what the bias weighs.
+    """
     check(q, k, v)
+    if span.window is not None:
+        raise HeadgateError(f"window={span.window} beside a bias by distance; expected none")
+    span = within(documents, q, k, span)
     if bias.ndim != 2 or bias.shape[0] != q.shape[1] or bias.shape[1] < k.shape[2]:
         raise HeadgateError(
             f"bias has shape {tuple(bias.shape)}; expected (H,L) = ({q.shape[1]}, at least {k.shape[2]})"
         )
-    result: tuple[Tensor, Any] = SPAN(backend, q, k, v, Span(), distance_bias=bias, output_only=True)
+    result: tuple[Tensor, Any] = SPAN(backend, q, k, v, span, distance_bias=bias, output_only=True)
     return result[0]
 
 
@@ -103,6 +139,7 @@ def span_attention(
     *,
     ring_log_weight: Tensor | None = None,
     key_bias: Tensor | None = None,
+    documents: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """The op in full: the output (B,H,Tq,D) and the log-sum-exp of the attended logits (B,H,Tq).
@@ -112,6 +149,7 @@ def span_attention(
     """
     check(q, k, v)
     span.check()
+    span = within(documents, q, k, span)
     check_ring(q, span, ring_log_weight)
     if key_bias is not None:
         check_key_bias(q, k, key_bias)
@@ -129,21 +167,46 @@ def span_attention(
 
 
 def far_attention(
-    q: Tensor, k: Tensor, v: Tensor, window: int, *, start: int = 0, backend: str = "auto"
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int,
+    span: Span = Span(),  # noqa: B008 - a tuple
+    *,
+    documents: Tensor | None = None,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Attention over the keys beyond a window, j < i-window, of the queries that have any.
 
     Those are the last n of the Tq; returns the output (B,H,n,D) and the log-sum-exp (B,H,n), n = 0 if none.
-    It is an ordinary causal attention: the keys without the last window + 1, against as many queries.
+    It is an ordinary causal attention: the keys without the last window + 1, against as many queries. Those
+    that have no such key in their document get an output of 0 and a log-sum-exp of -inf. Of the span, its
+    start and its documents are used.
     """
     check(q, k, v)
-    Span(window, start=start).check()
+    span = within(documents, q, k, Span(start=span.start, first_keys=span.first_keys))
+    span._replace(window=window).check()
     far = max(0, k.shape[2] - window - 1)
     n = min(q.shape[2], far)
     if n == 0:
         return q[:, :, :0], q[:, :, :0, 0]
     tail = q[:, :, q.shape[2] - n :]
-    return span_attention(tail, k[:, :, :far], v[:, :, :far], Span(start=start), backend=backend)
+    if span.first_keys is not None:
+        span = span._replace(first_keys=span.first_keys[:, q.shape[2] - n :])
+    return span_attention(tail, k[:, :, :far], v[:, :, :far], span, backend=backend)
+
+
+def within(documents: Tensor | None, q: Tensor, k: Tensor, span: Span) -> Span:
+    """The span inside each token's document."""
+    if documents is None:
+        return span
+    if span.start or q.shape[2] != k.shape[2] or documents.shape != (q.shape[0], k.shape[2]):
+        raise HeadgateError(
+            f"documents of shape {tuple(documents.shape)} were given for {q.shape[2]} queries over "
+            f"{k.shape[2]} keys from position {span.start} on in {q.shape[0]} rows; expected (B,T) and whole "
+            "sequences: as many queries as keys, from 0 on"
+        )
+    return span._replace(first_keys=document_starts(documents))
 
 
 def check_ring(q: Tensor, span: Span, log_weight: Tensor | None) -> None:
@@ -165,7 +228,10 @@ def check_key_bias(q: Tensor, k: Tensor, key_bias: Tensor) -> None:
         raise HeadgateError(f"key_bias has shape {tuple(key_bias.shape)}; expected (B,H,Tk) = {expected}")
 
 
-_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? ring_log_weight, Tensor? key_bias, Tensor? distance_bias"
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? ring_log_weight, Tensor? key_bias, Tensor? distance_bias, "
+    "Tensor? first_keys"
+)
 
 
 def _results(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -220,8 +286,8 @@ def _register(name: str, path: Any) -> Any:
         d_q, d_k, d_v, *biases = backward(d_out, d_lse, *inputs, out, lse, ctx.span)
         if inputs[4] is not None and d_lse is not None:
             biases[1][:, :, biases[1].shape[2] - d_lse.shape[2] :] -= d_lse
-        given = zip(inputs[3:], biases, strict=True)
-        return d_q, d_k, d_v, *(None if t is None else d.to(t.dtype) for t, d in given), None
+        given = zip(inputs[3:6], biases, strict=True)
+        return d_q, d_k, d_v, *(None if t is None else d.to(t.dtype) for t, d in given), None, None
 
     def run(
         q: Tensor,
@@ -234,7 +300,7 @@ def _register(name: str, path: Any) -> Any:
         key_bias: Tensor | None = None,
         distance_bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        out, lse = op(q, k, v, ring_log_weight, key_bias, distance_bias, span.numbers())
+        out, lse = op(q, k, v, ring_log_weight, key_bias, distance_bias, span.first_keys, span.numbers())
         if key_bias is not None and not output_only:
             lse = lse + key_bias[:, :, k.shape[2] - q.shape[2] :]
         return out, lse
@@ -257,7 +323,7 @@ def causal_gradients(
     output and the log-sum-exp of the whole; by the path that `branch_path` chose for the forward pass."""
     backward = getattr(torch.ops.headgate, f"span_{path}_backward")
     gradients: tuple[Tensor, ...] = backward(
-        d_out, None, q, k, v, None, None, None, out, lse, Span().numbers()
+        d_out, None, q, k, v, None, None, None, None, out, lse, Span().numbers()
     )
     return gradients[0], gradients[1], gradients[2]
 

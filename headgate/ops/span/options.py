@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from torch import Tensor
+
 from headgate.errors import HeadgateError
 
 
@@ -19,6 +21,10 @@ class Span(NamedTuple):
     """Keys beyond the window up to this distance enter with a log-weight of the query's own."""
     start: int = 0
     """Position of the first key given."""
+    first_keys: Tensor | None = None
+    """(B,Tq) where there are several documents: the index of the first key of each query's document, before
+    which it sees nothing, and from which the dense prefix and the pinned positions count. It rises along a
+    row."""
 
     @property
     def reach(self) -> int | None:
@@ -27,7 +33,7 @@ class Span(NamedTuple):
 
     def check(self) -> None:
         """Raise one clear sentence if a number is negative or the ring does not lie around a plain window."""
-        for name, value in zip(self._fields, self, strict=True):
+        for name, value in zip(self._fields[:5], self[:5], strict=True):
             if value is not None and value < 0:
                 raise HeadgateError(f"{name}={value} is negative; it must be at least 0")
         if self.ring and (self.window is None or self.ring < self.window or self.pinned or self.dense_prefix):
@@ -41,13 +47,14 @@ class Span(NamedTuple):
         """The same span over so many keys: a window that hides nothing is a full span, which is fastest."""
         if self.window is None or self.ring or self.window < keys - 1:
             return self
-        return Span(start=self.start)
+        return Span(start=self.start, first_keys=self.first_keys)
 
     def numbers(self) -> list[int]:
-        """For an op's schema, which knows no None inside a list."""
-        return [-1 if self.window is None else self.window, *self[1:]]
+        """All but the documents, for an op's schema, which knows no None inside a list."""
+        return [-1 if self.window is None else self.window, *self[1:5]]
 
     @classmethod
     def of(cls, numbers: Sequence[int]) -> "Span":
         window, *others = numbers
-        return cls(None if window < 0 else window, *others)
+        dense_prefix, pinned, ring, start = others
+        return cls(None if window < 0 else window, dense_prefix, pinned, ring, start)

@@ -19,6 +19,8 @@ def refuse(
         return f"it runs on a GPU, not on {q.device.type}"
     if span.window is not None:
         return "it has no windows"
+    if span.first_keys is not None:
+        return "its causal mask knows no documents"
     if any(bias is not None for bias in biases.values()):
         return "it has no biases"
     if not output_only:

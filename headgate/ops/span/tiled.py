@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headgate.ops import reference
+from headgate.ops.documents import stretches
 from headgate.ops.span.options import Span
 from headgate.ops.tiles import query_tiles
 
@@ -184,10 +185,20 @@ def forward(
     ring_log_weight: Tensor | None,
     key_bias: Tensor | None,
     distance_bias: Tensor | None,
+    first_keys: Tensor | None,
     span: Sequence[int],
     out: Tensor,
     lse: Tensor,
 ) -> None:
+    if first_keys is not None:
+        out.zero_()
+        lse.fill_(-math.inf)
+        for part in stretches(first_keys, k.shape[2]):
+            ring = None if ring_log_weight is None else part.of(ring_log_weight)
+            bias = None if key_bias is None else part.of_keys(key_bias)
+            given = (part.of(q), part.of_keys(k), part.of_keys(v), ring, bias, distance_bias)
+            forward(*given, None, span, part.of(out), part.of(lse))
+        return
     biased = key_bias is not None or distance_bias is not None
     if not biased and _is_fused(q, k, span):
         fused_out, fused_lse = _fused(_rows(q), _rows(k), _rows(v), 0.0, True)
@@ -221,6 +232,7 @@ def backward(
     ring_log_weight: Tensor | None,
     key_bias: Tensor | None,
     distance_bias: Tensor | None,
+    first_keys: Tensor | None,
     out: Tensor,
     lse: Tensor,
     span: Sequence[int],
@@ -231,6 +243,22 @@ def backward(
     d_key_bias: Tensor,
     d_distance_bias: Tensor,
 ) -> None:
+    if first_keys is not None:
+        for gradient in (d_q, d_k, d_v, d_weight, d_key_bias, d_distance_bias):
+            gradient.zero_()
+        of_distances = torch.zeros_like(d_distance_bias)
+        for part in stretches(first_keys, k.shape[2]):
+            ring = None if ring_log_weight is None else part.of(ring_log_weight)
+            bias = None if key_bias is None else part.of_keys(key_bias)
+            given = (part.of(q), part.of_keys(k), part.of_keys(v), ring, bias, distance_bias, None)
+            backward(
+                part.of(d_out), None if d_lse is None else part.of(d_lse), *given, part.of(out),
+                part.of(lse).contiguous(), span, part.of(d_q), part.of_keys(d_k), part.of_keys(d_v),
+                d_weight if ring is None else part.of(d_weight),
+                d_key_bias if bias is None else part.of_keys(d_key_bias), of_distances,
+            )  # fmt: skip
+            d_distance_bias += of_distances
+        return
     biased = key_bias is not None or distance_bias is not None
     if not biased and d_lse is None and _is_fused(q, k, span):
         grads = _fused_backward(*map(_rows, (d_out, q, k, v, out)), lse, 0.0, True)
