@@ -19,6 +19,7 @@ from headgate.report.page import result_table
 from headgate.report.painting import FigureView, PageFigure
 from headgate.report.publish import standing_alone
 from headgate.report.reading import read_results, results_path
+from headgate.report.verdict import verdict
 
 
 class StudyTable(Sequence[dict[str, Any]]):
@@ -117,7 +118,8 @@ class StudyReading:
 
     @property
     def headline(self) -> str:
-        return str(self.results["headline"])
+        """The answer in a sentence or two."""
+        return verdict(self.results)
 
     @property
     def conditions(self) -> str:

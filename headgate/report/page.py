@@ -25,6 +25,7 @@ from headgate.report.painting import CROWD, PageFigure
 from headgate.report.publish import standing_alone
 from headgate.report.reading import read_results, results_path
 from headgate.report.tradeoff import SHARE, effect
+from headgate.report.verdict import verdict
 from headgate.report.words import bytes_in_words, decimal, p_in_words, percent, with_sign
 from headgate.version import __version__
 
@@ -84,6 +85,7 @@ def page(study: Mapping[str, Any]) -> str:
         ablations=any(variant["ablation"] for variant in variants),
         crowded=len(variants) > CROWD,
         sections=_sections(study, made),
+        verdict=verdict(study),
         rests_on=_rests_on(study),
         source=_source(study),
         symbols=SYMBOLS,
@@ -205,6 +207,12 @@ def _sections(study: Mapping[str, Any], made: Mapping[str, PageFigure]) -> list[
 
 def _rests_on(study: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What stands beside the answer: what the study could have seen."""
+    sight = study.get("sight") or {}
+    if sight.get("checks"):
+        words = "; ".join(check["words"] for check in sight["checks"])
+        if sight.get("detectable") is not None:
+            words += f". Differences of {sight['detectable']:.2g} nats or more would have been seen"
+        return [("What it could see", f"{words[0].upper()}{words[1:]}.")]
     halves = sorted(
         (d["high"] - d["mean"], d["relative_high"] - d["relative"] if d["relative"] is not None else None)
         for v in study["variants"]
