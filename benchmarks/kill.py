@@ -261,7 +261,9 @@ def main() -> None:
         request = preparing.Request(str(make_source(home, 600)), tokenizer="byte", dedup=True)
         small = preparing.Request(str(make_source(home, 120)), tokenizer="byte")
         preparing.prepare(small, home / "data", workers=1)
-        options = StudyOptions(recipe=str(home / "recipe.json"), seeds=2, jobs=2, cost=False)
+        options = StudyOptions(
+            recipe=str(home / "recipe.json"), seeds="2", jobs=2, cost=False, controls=False
+        )
         targets = [
             Target(
                 "train",

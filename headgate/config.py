@@ -5,6 +5,7 @@ names the closest one, so that no misspelt setting is ever silently ignored.
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -125,6 +126,34 @@ def parse_lengths(text: str, name: str = "lengths") -> tuple[int, ...]:
     if not all(part.isdecimal() and int(part) for part in parts):
         raise HeadgateError(f"{name}={text!r} is not whole numbers above 0; write them as 1024,4096")
     return tuple(map(int, parts))
+
+
+MOST_SEEDS = 1000
+"""Seeds from here on are for tuning, and judge nothing."""
+
+
+def parse_seeds(text: str | int) -> tuple[int, ...]:
+    """`5`: five seeds, judged once. `4..12`: judged after 4, 8 and 12. `4,6,12`: after those."""
+    text = str(text)
+    try:
+        if ".." in text:
+            first, last = (int(part) for part in text.split(".."))
+            looks = (*range(first, last, max(1, first)), last)
+            rising = first < last
+        else:
+            looks = tuple(int(part) for part in text.split(","))
+            rising = all(a < b for a, b in itertools.pairwise(looks))
+    except ValueError:
+        looks, rising = (), False
+    if not looks or not rising or looks[0] < 1:
+        raise HeadgateError(
+            f"seeds={text!r} is no number of seeds; write 5, or 4..12 to look after 4, 8 and 12"
+        )
+    if looks[-1] > MOST_SEEDS:
+        raise HeadgateError(f"seeds={text!r} is too many; expected at most {MOST_SEEDS}")
+    if len(looks) > 1 and looks[0] < 2:
+        raise HeadgateError(f"seeds={text!r} looks after one seed, which shows nothing; begin with 2 or more")
+    return looks
 
 
 @dataclass(frozen=True)
@@ -323,6 +352,8 @@ class RunOptions:
     """Save a checkpoint when the last is so old; the best evaluation and the last step are always saved."""
     keep: int = 2
     """How many of the latest checkpoints stay, beside the best one."""
+    until: int | None = None
+    """Stop after this step, with a checkpoint; the schedule is that of the whole run, to be resumed later."""
     log_every: int = 1
     """Steps from one line of metrics.jsonl to the next."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
@@ -339,7 +370,7 @@ class RunOptions:
     """Where metrics go as well: tensorboard, wandb, trackio."""
 
     def __post_init__(self) -> None:
-        require_at_least(self, 1, "save_every", "keep", "log_every")
+        require_at_least(self, 1, "save_every", "keep", "log_every", "until")
         if not 0 < self.save_minutes < math.inf:
             raise HeadgateError(f"save_minutes={self.save_minutes} must be above 0, and finite")
 
@@ -350,8 +381,18 @@ class StudyOptions:
 
     recipe: str = "tiny"
     """A recipe such as tiny, or a config.json."""
-    seeds: int = 3
-    """How many; each trains every variant."""
+    seeds: str = "3"
+    """How many; each trains every variant. 4..12 looks at the results after 4, 8 and 12 seeds and trains no
+    further seed of what it has shown by then."""
+    tune: int = 0
+    """Trials for each variant over --space, on seeds that judge nothing; 0 leaves all as published."""
+    space: str = ""
+    """What to tune, as in train.learning_rate=1e-3..1e-2,model.rope_theta=[100,10000]; when absent learning
+    rate, attention_output_rate and rope_theta around the recipe's, and what a mechanism declares."""
+    published: bool = True
+    """With --tune: also judge all variants as published."""
+    controls: bool = True
+    """Train two controls as well, no attention and a short window, to see what the study can tell."""
     budget: Literal["tokens", "seconds"] = "tokens"
     """What is equal for all: the tokens of a run, or its seconds as measured before training."""
     jobs: int | None = None
@@ -368,7 +409,13 @@ class StudyOptions:
     """A JSON file of what a paper claims, to show beside what is measured; docs/comparing.md has the form."""
 
     def __post_init__(self) -> None:
-        require_at_least(self, 1, "seeds", "jobs", "threads")
+        require_at_least(self, 1, "jobs", "threads")
+        require_at_least(self, 0, "tune")
+        if self.tune == 1:
+            raise HeadgateError("tune=1 is a single trial, the recipe as it stands; give 2 or more, or 0")
+        if not self.tune and (self.space or not self.published):
+            raise HeadgateError("--space and --no-published are for tuning; give --tune N as well")
+        parse_seeds(self.seeds)
         if not 0 < self.cost_seconds < math.inf:
             raise HeadgateError(f"cost_seconds={self.cost_seconds} is no time to measure; give some above 0")
         parse_lengths(self.lengths)

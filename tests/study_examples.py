@@ -27,5 +27,7 @@ def write_claims(folder: Path) -> None:
 def asked(out: Path, data: Path) -> tuple[Any, ...]:
     """The arguments of `run_study` for the study of the fixture."""
     recipe, claims = (str(data.parent / name) for name in ("recipe.json", "claims.json"))
-    options = StudyOptions(recipe=recipe, seeds=2, lengths="96", cost_seconds=0.02, claims=claims)
+    options = StudyOptions(
+        recipe=recipe, seeds="2", lengths="96", cost_seconds=0.02, claims=claims, controls=False
+    )
     return NAMES, data, out, SETTINGS, options

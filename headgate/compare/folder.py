@@ -2,7 +2,10 @@
 
 study.json       what is compared: variants, seeds, the data, how
 config.json      the recipe that all variants share
-runs/V/seed-N/   a run folder for each variant and seed
+runs/V/seed-N/   a run folder for each variant and seed, as published
+tuning/trial-K/V/seed-N/    trials of the tuning, if there was one
+tuned/trial-K/V/seed-N/     the judged runs of each variant with the settings of trial K, which won
+ladder/M/V/seed-N/          runs at M times the budget, if there is a ladder
 logs/            what each run's process wrote
 queue/ leases/   what each run's process was asked to do, and who carries it out
 costs.json       speed, memory and decoding of each variant, measured apart from training
@@ -13,13 +16,14 @@ results.json     all of it in numbers; results.md and papers.md as tables; repor
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from headgate import config, files
-from headgate.compare.executors.worker import Task
+from headgate.compare.jobs import Job
+from headgate.compare.space import Trial
 from headgate.compare.variants import Variant
 from headgate.config import Config
 from headgate.errors import HeadgateError
@@ -28,6 +32,12 @@ from headgate.papers.paper import Paper, load_paper, shipped_papers
 from headgate.train.folder import DataRecord
 
 Budget = Literal["tokens", "seconds"]
+JUDGED = "runs"
+"""Where the runs lie that are judged as published."""
+PUBLISHED, TUNED = "published", "tuned"
+"""The two kinds of judged runs."""
+Winners = Mapping[str, Trial]
+"""By label, the trial that won the tuning."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +50,20 @@ class Study:
     variants: tuple[Variant, ...]
     """The first is the baseline."""
     seeds: int
-    """How many; every variant is trained with each of 0, 1, 2, ..."""
+    """How many at most; every variant is trained with each of 0, 1, 2, ..."""
+    looks: tuple[int, ...] = ()
+    """Planned numbers of seeds to judge at, the last being `seeds`; empty for a single look at the end."""
+    looked: Mapping[str, int] = field(default_factory=dict)
+    """By kind of the judged runs: how many of those looks are done."""
+    tune: int = 0
+    """Trials for each variant; 0 for none."""
+    space: str = ""
+    """What they are drawn from, as written; empty for the default."""
+    tuning_seeds: int = 1
+    published: bool = True
+    """Whether variants are judged as published too, if they are tuned."""
+    extended: tuple[int, ...] = ()
+    """Numbers of seeds it had before more were asked for, without having been planned."""
     budget: Budget = "tokens"
     """What is equal for all: the tokens of a run, or its seconds as measured before training."""
     threads: int = 1
@@ -50,44 +73,6 @@ class Study:
     """Changes to the recipe, as written on the command line."""
     steps: Mapping[str, int] = field(default_factory=dict)
     """With a budget of seconds: how many steps each variant makes in that time."""
-
-
-@dataclass(frozen=True, eq=False)
-class Job:
-    """One run of the study."""
-
-    variant: Variant
-    seed: int
-    folder: Path
-    log: Path
-    steps: int
-    evaluate_every: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.variant.label}, seed {self.seed}"
-
-    @property
-    def finished(self) -> bool:
-        return (self.folder / "summary.json").is_file()
-
-    @property
-    def key(self) -> str:
-        """A file name of its own within the study."""
-        return self.log.stem
-
-    def task(self, study_folder: Path, study: Study, base: Config) -> Task:
-        """For an engine to carry out."""
-        words = tuple(self.command(study_folder, study.data.folder, base))
-        return Task(self.key, self.name, words, str(self.folder), str(self.log), study.threads)
-
-    def command(self, study_folder: Path, data: str, base: Config) -> list[str]:
-        """The words after `headgate` that train it."""
-        words = ["train", str(study_folder / "config.json"), "--data", data, "--out", str(self.folder)]
-        words += [f"model.mechanism={self.variant.pattern}", f"seed={self.seed}"]
-        if (self.steps, self.evaluate_every) != (base.train.steps, base.train.evaluate_every):
-            words += [f"train.steps={self.steps}", f"train.evaluate_every={self.evaluate_every}"]
-        return words
 
 
 class StudyFolder:
@@ -125,12 +110,16 @@ class StudyFolder:
             return asked
         before, before_base = self.read()
         found = config.differences(config.to_dict(before_base), config.to_dict(base))
-        for name in ("budget", "threads", "cost"):
+        for name in ("budget", "threads", "cost", "looks"):
             old, new = getattr(before, name), getattr(asked, name)
             if old != new:
                 found.append(f"{name}={old} and not {new}")
         if before.data.fingerprint != asked.data.fingerprint:
             found.append(f"data from {before.data.folder!r} and not this")
+        for name in ("tune", "space", "published") if before.tune else ():
+            old, new = getattr(before, name), getattr(asked, name)
+            if old != new:
+                found.append(f"{name}={old} and not {new}")
         known = {variant.label: variant for variant in before.variants}
         for variant in asked.variants:
             old_variant = known.get(variant.label)
@@ -141,27 +130,65 @@ class StudyFolder:
                 f"{str(self.path)!r} is a study with {'; '.join(found)}; choose another folder"
             )
         added = tuple(variant for variant in asked.variants if variant.label not in known)
+        grows = asked.seeds > before.seeds and (self.path / "results.json").is_file()
         study = replace(
             before,
             data=asked.data,
+            tune=asked.tune,
+            space=asked.space,
+            published=asked.published or not before.tune,
             variants=before.variants + added,
             seeds=max(before.seeds, asked.seeds),
+            extended=(*before.extended, before.seeds) if grows else before.extended,
         )
         if study != before:
             self.write(study, base)
         return study
 
-    def jobs(self, study: Study, base: Config) -> list[Job]:
-        """Seed by seed, so that an unfinished study has whole comparisons."""
-        jobs = []
-        for seed in range(study.seeds):
-            for variant in study.variants:
-                steps = study.steps.get(variant.label, base.train.steps)
-                every = max(1, round(base.train.evaluate_every * steps / base.train.steps))
-                folder = self.path / "runs" / variant.folder / f"seed-{seed}"
-                log = self.path / "logs" / f"{variant.folder}-seed-{seed}.txt"
-                jobs.append(Job(variant, seed, folder, log, steps, every))
-        return jobs
+    def job(
+        self,
+        study: Study,
+        base: Config,
+        variant: Variant,
+        seed: int,
+        place: str = JUDGED,
+        settings: Sequence[str] = (),
+        *,
+        multiple: float = 1.0,
+        **more: Any,
+    ) -> Job:
+        """A run in `place`, with settings of its own and, as a multiple of the study's, another budget."""
+        steps = max(1, round(multiple * study.steps.get(variant.label, base.train.steps)))
+        every = max(1, round(base.train.evaluate_every * steps / base.train.steps))
+        changed = [f"train.steps={steps}", f"train.evaluate_every={every}"]
+        if (steps, every) == (base.train.steps, base.train.evaluate_every):
+            changed = []
+        name = "-".join([*(place.split("/") if place != JUDGED else []), variant.folder, f"seed-{seed}"])
+        return Job(
+            variant=variant,
+            seed=seed,
+            folder=self.path / place / variant.folder / f"seed-{seed}",
+            log=self.path / "logs" / f"{name}.txt",
+            steps=steps,
+            settings=(*changed, *settings),
+            **more,
+        )
+
+    def judged(self, study: Study, base: Config, variant: Variant, seed: int, winners: Winners | None) -> Job:
+        """A judged run: as published, or with the settings that won the tuning."""
+        if winners is None:
+            return self.job(study, base, variant, seed)
+        trial = winners[variant.label]
+        changed, settings = trial.of(variant)
+        return self.job(study, base, changed, seed, f"tuned/trial-{trial.number}", settings)
+
+    def jobs(self, study: Study, base: Config, seeds: int, winners: Winners | None = None) -> list[Job]:
+        """The judged runs, seed by seed, so that an unfinished study has whole comparisons."""
+        return [
+            self.judged(study, base, variant, seed, winners)
+            for seed in range(seeds)
+            for variant in study.variants
+        ]
 
     @property
     def costs_path(self) -> Path:
@@ -177,11 +204,3 @@ class StudyFolder:
     def papers(self) -> list[Paper]:
         """Those that come with headgate, and the user's own claims."""
         return shipped_papers() + ([load_paper(self.claims_path)] if self.claims_path.is_file() else [])
-
-
-def failure(log: Path) -> str:
-    """Why a run failed: the last line its process wrote."""
-    if not log.is_file():
-        return "it was not started"
-    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
-    return next((line for line in reversed(lines) if line), "it wrote nothing").removeprefix("headgate: ")

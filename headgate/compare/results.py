@@ -3,9 +3,8 @@
 `study_results` needs nothing but the folder, finished or not. The page and the terminal show what
 results.json holds.
 
-Seconds come from costs.json, not from the runs, which share the machine: the tokens, times the baseline's
-seconds a token, over the variant's relative speed (1 if it is not shown to differ). Without costs.json they
-are those of the runs.
+Seconds come from costs.json, not from the runs, which share the machine: a variant's tokens a second are the
+baseline's times its relative speed, everywhere. Without costs.json they are those of the runs.
 """
 
 import json
@@ -20,8 +19,13 @@ from typing import Any
 from headgate import config, files
 from headgate.compare import statistics
 from headgate.compare.claims import judge_papers
-from headgate.compare.folder import Job, Study, StudyFolder, failure
-from headgate.compare.tables import claims_markdown, conditions, headline, markdown
+from headgate.compare.controls import sight
+from headgate.compare.folder import PUBLISHED, TUNED, Study, StudyFolder
+from headgate.compare.jobs import Job, failure
+from headgate.compare.judging import family, judge_variants, judged_loss, losses_by_label
+from headgate.compare.statistics import Losses, compare_losses
+from headgate.compare.tables import claims_markdown, conditions, headline, markdown, verdicts
+from headgate.compare.tuning import Tuner, tuning_results
 from headgate.compare.variants import Variant
 from headgate.config import Config
 from headgate.data.shards import read_manifest
@@ -61,31 +65,37 @@ def study_results(out: str | os.PathLike[str]) -> dict[str, Any]:
     folder = StudyFolder(out)
     study, base = folder.read()
     costs = folder.read_costs()
-    jobs = folder.jobs(study, base)
+    tuner = Tuner(folder, study, base, None, None) if study.tune else None
+    tuned = tuner.tune() if tuner is not None else {}
+    winners = {label: one.winner for label, one in tuned.items()} if tuner and tuner.complete else None
+    kind = PUBLISHED if winners is None else TUNED
+    jobs = folder.jobs(study, base, study.seeds, winners)
     labels = [variant.label for variant in study.variants]
-    runs = {label: [_run(job) for job in jobs if job.variant.label == label] for label in labels}
-    seconds = {label: _seconds_per_token(label, labels[0], runs[label], costs, base) for label in labels}
-    finals = {label: _losses(runs[label]) for label in labels}
-    baseline, *others = labels
-    differences = statistics.paired_differences(finals[baseline], {label: finals[label] for label in others})
+    runs = {label: [_run(job, folder.path) for job in jobs if job.variant.label == label] for label in labels}
+    seconds = {label: _seconds_per_token(label, runs[label], costs, base) for label in labels}
+    losses = losses_by_label(jobs)
+    judged = judge_variants(study, losses, study.looked.get(kind, 0))
+    published = _published(folder, study, base) if winners is not None and study.published else {}
     at_equal_seconds = _at_equal_seconds(runs, seconds, labels)
-    by_seconds = statistics.paired_differences(
-        at_equal_seconds[baseline], {label: at_equal_seconds[label] for label in others}
-    )
+    by_seconds = judge_variants(study, {label: Losses(found) for label, found in at_equal_seconds.items()})
+    baseline = labels[0]
     variants: list[dict[str, Any]] = []
     for variant in study.variants:
         label = variant.label
-        difference = differences.get(label)
+        difference = judged.get(label)
         row = {
             "label": label,
             "mechanism": "+".join(spec.name for spec in variant.mechanism),
             "ablation": variant.ablation,
+            "control": variant.control,
+            "family": None if label == baseline else family(variant),
             "own_options": {} if variant.ablation else _own_options(variant),
             "options": variant.options(base.model),
-            "folder": f"runs/{variant.folder}",
             "steps": study.steps.get(label, base.train.steps),
+            "settings": {} if winners is None else dict(winners[label].settings),
+            "published": published.get(label),
             "runs": runs[label],
-            "loss": asdict(statistics.interval(list(finals[label].values()))),
+            "loss": asdict(statistics.interval(list(losses[label].by_seed.values()))),
             "difference": None if difference is None else asdict(difference),
             "equal_seconds": {
                 "loss": asdict(statistics.interval(list(at_equal_seconds[label].values()))),
@@ -108,6 +118,11 @@ def study_results(out: str | os.PathLike[str]) -> dict[str, Any]:
         "data": _data(study),
         "budget": study.budget,
         "seeds": study.seeds,
+        "looks": list(study.looks),
+        "looked": study.looked.get(kind, 0),
+        "tuned": winners is not None,
+        "tuning": None if tuner is None else tuning_results(tuner, tuned),
+        "extended": list(study.extended),
         "threads": study.threads,
         "baseline": baseline,
         "tokens_per_run": base.train.tokens,
@@ -118,22 +133,47 @@ def study_results(out: str | os.PathLike[str]) -> dict[str, Any]:
         "commands": _commands(folder, study, jobs, base),
         "circumstances": _circumstances(jobs),
     }
+    results["sight"] = sight(study.variants, base, variants)
+    results["verdicts"] = verdicts(results)
     results["headline"], results["conditions"] = headline(results), conditions(results)
     collected: dict[str, Any] = files.finite(results)
     return collected
 
 
+def main_jobs(folder: StudyFolder, study: Study, base: Config) -> list[Job]:
+    """The judged runs that the results are about: tuned, if the study was tuned."""
+    winners = None
+    if study.tune:
+        tuner = Tuner(folder, study, base, None, None)
+        tuned = tuner.tune()
+        winners = {label: one.winner for label, one in tuned.items()} if tuner.complete else None
+    return folder.jobs(study, base, study.seeds, winners)
+
+
+def _published(folder: StudyFolder, study: Study, base: Config) -> dict[str, dict[str, Any]]:
+    """By label, the verdict on the variants as published, beside that on the tuned ones."""
+    losses = losses_by_label(folder.jobs(study, base, study.seeds))
+    judged = judge_variants(study, losses, study.looked.get(PUBLISHED, 0))
+    return {
+        label: {
+            "loss": asdict(statistics.interval(list(of.by_seed.values()))),
+            "difference": asdict(judged[label]) if label in judged else None,
+        }
+        for label, of in losses.items()
+    }
+
+
 def differences_to(label: str, results: Mapping[str, Any]) -> dict[str, statistics.Difference]:
-    """Every other variant compared with this one instead of the baseline, by label."""
-    losses = {variant["label"]: _losses(variant["runs"]) for variant in results["variants"]}
+    """Every other variant compared with this one instead of the baseline, over the seeds alone, by label."""
+    losses = {variant["label"]: Losses(_losses(variant["runs"])) for variant in results["variants"]}
     if label not in losses:
         raise HeadgateError(f"the study has no variant {label!r}; {suggestion(label, losses)}")
     reference = losses.pop(label)
-    return statistics.paired_differences(reference, losses)
+    return compare_losses(reference, losses)
 
 
-def _run(job: Job) -> dict[str, Any]:
-    run: dict[str, Any] = {"seed": job.seed, "folder": f"runs/{job.variant.folder}/seed-{job.seed}"}
+def _run(job: Job, study_folder: Path) -> dict[str, Any]:
+    run: dict[str, Any] = {"seed": job.seed, "folder": str(job.folder.relative_to(study_folder))}
     lines = [line for line in read_metrics(job.folder) if "validation" in line]
     curve = [
         {
@@ -146,9 +186,12 @@ def _run(job: Job) -> dict[str, Any]:
     ]
     if job.finished:
         summary = _read_json(job.folder / "summary.json")
+        loss, documents = judged_loss(job)
         run |= {
             "state": "finished",
-            "loss": summary["final"]["loss"],
+            "loss": loss if math.isfinite(loss) else None,
+            "documents": None if documents is None else len(documents.loss),
+            "judged_tokens": summary["final"]["tokens"] if documents is None else int(documents.tokens.sum()),
             "tokens": summary["tokens"],
             "tokens_per_second": summary["tokens_per_second"],
             "memory_peak": summary["memory_peak"],
@@ -180,12 +223,11 @@ def _points(run: Mapping[str, Any]) -> list[tuple[float, float]]:
 
 
 def _seconds_per_token(
-    label: str, baseline: str, runs: Sequence[Mapping[str, Any]], costs: Costs | None, base: Config
+    label: str, runs: Sequence[Mapping[str, Any]], costs: Costs | None, base: Config
 ) -> float:
-    own, reference = (_cost(one, costs, base) for one in (label, baseline))
-    if own is not None and reference is not None:
-        shown = not own.training.low <= 1 <= own.training.high
-        return 1 / (reference.tokens_per_second * (own.training.ratio if shown else 1))
+    measured = _tokens_per_second(label, costs, base)
+    if measured is not None:
+        return 1 / measured
     speeds = [run["tokens_per_second"] for run in runs if run["state"] == "finished"]
     return 1 / fmean(speeds) if speeds else math.nan
 
@@ -219,9 +261,13 @@ def _convergence(
     seconds: float,
     baseline_seconds: float,
 ) -> dict[str, Any] | None:
-    """Tokens and seconds to the loss that the baseline ended with on the same seed, relative to the
+    """Tokens and seconds to the loss of the baseline's last evaluation on the same seed, relative to the
     baseline's; None if a seed was `early`, already there at its first evaluation."""
-    ends = {run["seed"]: run for run in baseline if run["state"] == "finished" and run["loss"] is not None}
+    ends = {
+        run["seed"]: {"tokens": run["tokens"], "loss": _points(run)[-1][1]}
+        for run in baseline
+        if run["state"] == "finished" and run["loss"] is not None and run["curve"]
+    }
     shared = [run for run in runs if run["state"] == "finished" and run["seed"] in ends]
     if not shared:
         return None
@@ -346,13 +392,23 @@ def _cost(label: str, costs: Costs | None, base: Config) -> Cost | None:
     return next((cost for cost in mine if cost.length == base.train.context), None)
 
 
+def _tokens_per_second(label: str, costs: Costs | None, base: Config) -> float | None:
+    """Of training: the baseline's, times the relative speed."""
+    own = _cost(label, costs, base)
+    if own is None or costs is None:
+        return None
+    reference = _cost(costs.costs[0].label, costs, base)
+    assert reference is not None  # every length is measured for the baseline, whose costs come first
+    return reference.tokens_per_second * own.training.ratio
+
+
 def _speed_and_memory(label: str, costs: Costs | None, base: Config) -> dict[str, Any]:
     """At the training context."""
     cost = _cost(label, costs, base)
     if cost is None:
         return {"tokens_per_second": None, "speed": None, "memory": None}
     return {
-        "tokens_per_second": cost.tokens_per_second,
+        "tokens_per_second": _tokens_per_second(label, costs, base),
         "speed": {"ratio": cost.training.ratio, "low": cost.training.low, "high": cost.training.high},
         "memory": {"ratio": cost.peak_ratio, "bytes": cost.peak_bytes},
     }
@@ -382,9 +438,15 @@ def _mechanisms(variants: Sequence[Variant]) -> list[dict[str, str]]:
 
 def _commands(folder: StudyFolder, study: Study, jobs: Sequence[Job], base: Config) -> dict[str, Any]:
     """The commands that make the data, the study, and each run."""
-    names = [_written(variant) for variant in study.variants[1:]]
+    names = [_written(variant) for variant in study.variants[1:] if not variant.control]
     words = ["headgate", "compare", *names, "--recipe", study.recipe, "--data", study.data.folder]
-    words += ["--seeds", str(study.seeds), "--out", str(folder.path), *study.settings]
+    seeds = ",".join(map(str, study.looks or (study.seeds,)))
+    words += ["--seeds", seeds, "--out", str(folder.path), *study.settings]
+    if not any(variant.control for variant in study.variants):
+        words.append("--no-controls")
+    if study.tune:
+        words += ["--tune", str(study.tune)] + (["--space", study.space] if study.space else [])
+        words += [] if study.published else ["--no-published"]
     if study.budget != "tokens":
         words += ["--budget", study.budget]
     if study.threads != 1:
@@ -399,7 +461,7 @@ def _commands(folder: StudyFolder, study: Study, jobs: Sequence[Job], base: Conf
     if request is not None:
         prepare = ["headgate", "prepare", str(request["source"]), study.data.folder]
         prepare += _prepare_options(request)
-    runs = [["headgate", *job.command(folder.path, study.data.folder, base)] for job in jobs]
+    runs = [["headgate", *job.command(folder.path, study.data.folder)] for job in jobs]
     return {"prepare": prepare, "compare": words, "runs": runs}
 
 

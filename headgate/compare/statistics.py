@@ -1,11 +1,21 @@
-"""What the losses of a study show: paired differences, intervals, tests, and a verdict in words.
+"""What the losses of a study show: differences over seeds and documents, intervals, and a verdict in words.
 
-A variant is compared with the baseline seed by seed. The mean of the differences is tested by a paired
-two-sided t-test, and the p-values of a study's variants are corrected together by Holm's method, so that a
-study without any true difference says "better" or "worse" in at most 5% of cases, however many variants it
-has. The test assumes that the differences are roughly normal.
+A variant is compared with the baseline seed by seed and, where the runs kept them, document by document. The
+quantity is the difference in nats a token over all text like the validation split, so a document counts by
+its tokens: with sums x_sd and y_sd of n_d tokens it is a ratio, whose error follows from its linear form
 
-Two cases need a rule of their own:
+    D_sd = (x_sd - y_sd - mu n_d) / mean(n) = a_s + b_d + e_sd      SE^2 = var_a/S + var_b/N + var_e/(S N)
+
+The variances are those of the two-way analysis of variance; runs and documents have degrees of freedom of
+their own (`Estimate.tail`). Without documents it is the paired t-test over the seeds, which says nothing of
+other documents.
+
+Variants that the user named, ablations and controls are families of their own. Within a family each of m
+comparisons is made at 5% / m (Bonferroni), and so is its interval: the interval excludes 0 exactly where the
+verdict is "better" or "worse". Planned looks (`looks.py`) share that level among them.
+
+Three cases need a rule of their own:
+- losses that are equal bit for bit on every shared seed are "same by construction", and nothing is tested;
 - a seed that one side lacks (a crashed run) is left out of the pairs;
 - a loss that is not finite (a diverged run) counts as larger than any other. The p-value is the limit as that
   loss grows, by the same amount on every diverged seed: one diverged seed of three shows nothing (p = 0.42),
@@ -16,16 +26,36 @@ Two cases need a rule of their own:
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from statistics import NormalDist, fmean
-from typing import Literal
+from dataclasses import dataclass, field
+from functools import lru_cache
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Literal
 
-Verdict = Literal["better", "worse", "no difference shown", "not tested"]
+from headgate.compare.looks import nominal_levels
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+Verdict = Literal["better", "worse", "no difference shown", "same by construction", "not tested"]
 Curve = Sequence[tuple[float, float]]
 """(x, loss) points, ascending in x."""
 
 ALPHA = 0.05
 POWER = 0.8
+NAMED, ABLATIONS, CONTROLS = "named", "ablations", "controls"
+"""The families."""
+
+
+@dataclass(frozen=True)
+class Losses:
+    """A variant's losses by seed; of each document too if its runs kept them."""
+
+    by_seed: Mapping[int, float]
+    documents: Mapping[int, "NDArray[np.float64]"] = field(default_factory=dict)
+    """By seed: nats summed over each document, the same documents in the same order for all."""
+    tokens: "NDArray[np.float64] | None" = None
+    """Of each document."""
 
 
 @dataclass(frozen=True)
@@ -40,145 +70,352 @@ class Interval:
 
 
 @dataclass(frozen=True)
+class VariancePart:
+    """A share of a mean's variance, and the degrees of freedom that it was estimated with."""
+
+    variance: float
+    df: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean difference and where its error comes from."""
+
+    mean: float
+    seeds: VariancePart
+    """Of the mean: what varies from run to run."""
+    documents: VariancePart | None = None
+    """Of the mean: what varies from document to document; None where documents were not kept."""
+    components: Mapping[str, float] | None = None
+    """Variances of a seed, of a document, and of a document in a run; one estimated below 0 is given as 0."""
+
+    @property
+    def error(self) -> float:
+        return math.sqrt(self.seeds.variance + (self.documents.variance if self.documents else 0.0))
+
+    @property
+    def _parts(self) -> list[VariancePart]:
+        """Those that there are, the larger first."""
+        parts = [part for part in (self.seeds, self.documents) if part is not None and part.variance]
+        return sorted(parts, key=lambda part: -part.variance)
+
+    def tail(self, distance: float) -> float:
+        """The chance of an error of this size or more, to either side.
+
+        An error is the sum of two parts whose variances are known with few degrees of freedom each: Behrens
+        and Fisher's distribution. A few seeds are so never credited with the many documents' certainty.
+        """
+        from scipy.special import stdtr
+
+        if not self._parts:
+            return float(distance == 0)
+        large, *small = self._parts
+        if not small:
+            return 2 * float(stdtr(large.df, -distance / math.sqrt(large.variance)))
+        points, weights = t_points(small[0].df)
+        left = distance - math.sqrt(small[0].variance) * points
+        return 2 * float((weights * stdtr(large.df, -left / math.sqrt(large.variance))).sum())
+
+    @property
+    def p(self) -> float:
+        """Two-sided, of "the mean is 0": 1 if it is, 0 if there is no error at all."""
+        return min(1.0, self.tail(abs(self.mean)))
+
+    def half(self, level: float) -> float:
+        """Half the width of the interval of 1 - level."""
+        parts = self._parts
+        quantiles = [t_quantile(1 - level / 2, part.df) * math.sqrt(part.variance) for part in parts]
+        if len(parts) < 2:
+            return sum(quantiles)
+        from scipy.optimize import brentq
+
+        most = 3 * sum(quantiles)
+        return float(brentq(lambda half: self.tail(half) - level, 0.0, most, xtol=1e-9 * most))
+
+    def df(self, level: float) -> float:
+        """Degrees of freedom of the t distribution that gives the same interval."""
+        parts = self._parts
+        if len(parts) < 2:
+            return parts[0].df if parts else self.seeds.df
+        from scipy.optimize import brentq
+
+        wanted = self.half(level) / self.error
+        ends = min(part.df for part in parts) / 2, 2 * sum(part.df for part in parts)
+        return float(brentq(lambda df: t_quantile(1 - level / 2, df) - wanted, *ends))
+
+    def detectable(self, level: float) -> float:
+        """The smallest difference that a test at `level` with this error shows with a power of 0.8."""
+        return 0.0 if self.error == 0 else detectable_shift(self.df(level), level) * self.error
+
+
+@dataclass(frozen=True)
 class Difference:
     """A variant's losses minus the baseline's, over the seeds that both have."""
 
     seeds: int
+    documents: int | None
+    """None if the runs did not keep the losses of documents: then only seeds are judged over."""
     mean: float | None
     low: float | None
     high: float | None
-    """Ends of the interval of the mean difference, not corrected for the number of variants."""
+    """Ends of the interval of the mean difference, corrected for the family and the looks."""
     relative: float | None
     relative_low: float | None
     relative_high: float | None
     """The three as shares of the baseline's mean over the same seeds, taken as exact."""
     p: float | None
-    p_holm: float | None
-    """The p-value of the paired t-test, alone and corrected over the study's tested variants."""
+    p_corrected: float | None
+    """The p-value alone, and times 5% over `level`: at most 0.05 where a difference is shown."""
+    level: float | None
+    """At which p is read: 5% over the number of variants in the family, and less at an early look."""
+    family: str
+    of_family: int
+    """How many of the family are tested."""
     verdict: Verdict
-    seeds_needed: int | None
-    """Seeds that would show a difference of this size with a power of 0.8 at the level of Holm's first step;
-    None if nothing was tested, the difference is 0 or a run diverged."""
+    detectable: float | None
+    """The smallest difference that these seeds and documents would show with a power of 0.8."""
+    error: float | None
+    """Standard error of the mean."""
+    variances: Mapping[str, float] | None
+    """Of a seed, of a document, and of a document in a run; None without documents."""
+    pairing: float | None
+    """The share of the variance over seeds that comparing equal seeds took away; below 0 it added some."""
     diverged: int
     baseline_diverged: int
     """Shared seeds on which the loss of the variant, or of the baseline, is not finite."""
+    look: int | None = None
+    looks: int | None = None
+    """The planned look that this is from, counted from 1, and how many were planned."""
+
+    @property
+    def decided(self) -> bool:
+        """Whether more seeds would change nothing."""
+        return self.verdict in ("better", "worse", "same by construction")
 
 
 def interval(values: Sequence[float], confidence: float = 1 - ALPHA) -> Interval:
     n = len(values)
     if not n or not all(map(math.isfinite, values)):
         return Interval(None, None, None, n)
-    mean = fmean(values)
     if n < 2:
-        return Interval(mean, None, None, n)
-    half = _t_quantile((1 + confidence) / 2, n - 1) * _deviation(values) / math.sqrt(n)
-    return Interval(mean, mean - half, mean + half, n)
+        return Interval(fmean(values), None, None, n)
+    found = over_seeds(values)
+    half = found.half(1 - confidence)
+    return Interval(found.mean, found.mean - half, found.mean + half, n)
 
 
-def paired_differences(
-    baseline: Mapping[int, float],
-    variants: Mapping[str, Mapping[int, float]],
+def over_seeds(values: Sequence[float]) -> Estimate:
+    """The mean of at least two independent values."""
+    n, variance = len(values), _deviation(values) ** 2
+    return Estimate(fmean(values), VariancePart(variance / n, n - 1))
+
+
+def over_seeds_and_documents(sums: "NDArray[np.float64]", tokens: "NDArray[np.float64]") -> Estimate:
+    """The mean difference a token from the differences (S,N) of documents' sums and their tokens (N)."""
+    import numpy as np
+
+    seeds, documents = sums.shape
+    mean = float(sums.sum() / (seeds * tokens.sum()))
+    residual = (sums - mean * tokens) / tokens.mean()
+    of_seeds, of_documents = residual.mean(1), residual.mean(0)
+    rest = residual - of_seeds[:, None] - of_documents
+    # Squared residuals are too small, those of long documents most, since the mean follows them.
+    share = tokens / tokens.sum()
+    short = 1 - 2 * share + np.square(share).sum()
+    count = seeds * documents
+    from_runs = float(np.square(of_seeds).sum()) / (seeds - 1) / seeds
+    from_rest = float((np.square(rest).sum(0) / short).sum()) / (seeds - 1) / (count * documents)
+    from_documents = float((np.square(of_documents) / short).sum()) / documents**2 - from_rest
+    from_documents = max(0.0, from_documents)
+    # So many equally long documents would tell as much (Kish).
+    as_many = float(tokens.sum() ** 2 / np.square(tokens).sum())
+    components = {
+        "seeds": max(0.0, from_runs - from_rest) * seeds,
+        "documents": from_documents * documents,
+        "residual": from_rest * count,
+    }
+    return Estimate(
+        mean,
+        VariancePart(from_runs, seeds - 1),
+        VariancePart(from_documents, max(1.0, as_many - 1)),
+        components,
+    )
+
+
+def compare_losses(
+    baseline: Losses,
+    variants: Mapping[str, Losses],
     *,
+    families: Mapping[str, str] | None = None,
+    looks: Sequence[int] = (),
+    reached: int | None = None,
     alpha: float = ALPHA,
     lower_is_better: bool = True,
 ) -> dict[str, Difference]:
-    """Each variant against the baseline, by name; losses are given by seed."""
-    pairs = {
-        name: [(losses[seed], baseline[seed]) for seed in sorted(baseline.keys() & losses.keys())]
-        for name, losses in variants.items()
-    }
-    steps = {name: _steps(pairs[name], lower_is_better) for name in variants if len(pairs[name]) >= 2}
-    p_values = {name: paired_p(differences) for name, differences in steps.items()}
-    corrected = dict(zip(steps, holm(list(p_values.values())), strict=True))
-    result = {}
-    for name, of_seeds in pairs.items():
-        differences = [ours - theirs for ours, theirs in of_seeds]
-        around = interval(differences, 1 - alpha)
-        scale = 0.0 if around.mean is None else abs(fmean(theirs for _, theirs in of_seeds))
-        verdict: Verdict = "not tested"
-        needed = None
-        if name in corrected:
-            verdict = "no difference shown"
-            if corrected[name] <= alpha:
-                verdict = "better" if (fmean(steps[name]) < 0) == lower_is_better else "worse"
-            if around.mean is not None:
-                needed = seeds_needed(around.mean, _deviation(differences), alpha / len(corrected))
-        result[name] = Difference(
-            seeds=len(of_seeds),
-            mean=around.mean,
-            low=around.low,
-            high=around.high,
-            relative=_relative(around.mean, scale),
-            relative_low=_relative(around.low, scale),
-            relative_high=_relative(around.high, scale),
-            p=p_values.get(name),
-            p_holm=corrected.get(name),
-            verdict=verdict,
-            seeds_needed=needed,
-            diverged=sum(not math.isfinite(ours) for ours, _ in of_seeds),
-            baseline_diverged=sum(not math.isfinite(theirs) for _, theirs in of_seeds),
+    """Each variant against the baseline, by name.
+
+    `families` names the family of each, "named" where it says nothing. With planned `looks`, the numbers of
+    seeds judged at, of which the first `reached` are in, the first look that shows a difference decides.
+    """
+    family_of = {name: (families or {}).get(name, NAMED) for name in variants}
+    pairs = {name: Pairs(baseline, losses) for name, losses in variants.items()}
+    sizes: dict[str, int] = {}
+    for name, pair in pairs.items():
+        sizes[family_of[name]] = sizes.get(family_of[name], 0) + (not pair.same)
+    planned = tuple(looks) if len(looks) > 1 else ()
+    found = {}
+    for name, pair in pairs.items():
+        family = (family_of[name], max(1, sizes[family_of[name]]))
+        level = alpha / family[1]
+        if not planned:
+            found[name] = pair.judge(level, alpha, family, lower_is_better)
+            continue
+        levels = nominal_levels(planned, level)
+        for number in range(max(1, len(planned) if reached is None else reached)):
+            at = pair.first(planned[number])
+            if reached == 0:
+                at = at.first(1)  # before the first planned look nothing is tested
+            found[name] = at.judge(
+                levels[number], alpha, family, lower_is_better, look=(number + 1, len(planned))
+            )
+            if found[name].decided:
+                break
+    return found
+
+
+class Pairs:
+    """A variant's losses beside the baseline's on the seeds that both have."""
+
+    def __init__(self, theirs: Losses, ours: Losses, seeds: Sequence[int] | None = None) -> None:
+        shared = sorted(theirs.by_seed.keys() & ours.by_seed.keys())
+        self.seeds = shared if seeds is None else [seed for seed in shared if seed in set(seeds)]
+        self.theirs, self.ours = theirs, ours
+        self.losses = [(ours.by_seed[seed], theirs.by_seed[seed]) for seed in self.seeds]
+
+    def first(self, seeds: int) -> "Pairs":
+        return Pairs(self.theirs, self.ours, range(seeds))
+
+    @property
+    def same(self) -> bool:
+        """Whether every loss is the same number on both sides."""
+        return bool(self.losses) and all(a == b and math.isfinite(a) for a, b in self.losses)
+
+    @property
+    def tokens(self) -> "NDArray[np.float64] | None":
+        """Of the documents, if both sides kept the same ones on every seed."""
+        mine, others = self.ours.tokens, self.theirs.tokens
+        kept = all(seed in side.documents for seed in self.seeds for side in (self.ours, self.theirs))
+        if mine is None or others is None or not kept or len(mine) < 2 or len(mine) != len(others):
+            return None
+        return mine if bool((mine == others).all()) else None
+
+    def estimate(self) -> Estimate:
+        tokens = self.tokens
+        if tokens is None:
+            return over_seeds([ours - theirs for ours, theirs in self.losses])
+        import numpy as np
+
+        sums = np.stack([self.ours.documents[s] - self.theirs.documents[s] for s in self.seeds])
+        return over_seeds_and_documents(sums, tokens)
+
+    def judge(
+        self,
+        level: float,
+        alpha: float,
+        family: tuple[str, int],
+        lower_is_better: bool,
+        look: tuple[int | None, int | None] = (None, None),
+    ) -> Difference:
+        finite = all(math.isfinite(value) for pair in self.losses for value in pair)
+        values: dict[str, Any] = dict.fromkeys(
+            ("mean", "low", "high", "p", "p_corrected", "detectable", "error", "variances", "pairing")
         )
-    return result
+        tested = len(self.losses) >= 2 and not self.same
+        verdict: Verdict = (
+            "same by construction" if self.same else "no difference shown" if tested else "not tested"
+        )
+        direction = 0.0
+        if finite and self.losses:
+            values["mean"] = fmean(ours - theirs for ours, theirs in self.losses)
+        if tested and finite:
+            found = self.estimate()
+            half = found.half(level)
+            values |= {"mean": found.mean, "low": found.mean - half, "high": found.mean + half}
+            values |= {"p": found.p, "error": found.error, "detectable": found.detectable(level)}
+            values["variances"] = found.components
+            values["pairing"] = self._pairing()
+            direction = found.mean
+        elif tested:
+            steps = over_seeds(self._steps(lower_is_better))
+            values["p"], direction = steps.p, steps.mean
+        if tested:
+            values["p_corrected"] = min(1.0, values["p"] * alpha / level)
+            if values["p"] <= level:
+                verdict = "better" if (direction < 0) == lower_is_better else "worse"
+        scale = 0.0 if values["mean"] is None else abs(fmean(theirs for _, theirs in self.losses))
+        return Difference(
+            seeds=len(self.losses),
+            documents=None if self.tokens is None else len(self.tokens),
+            relative=_relative(values["mean"], scale),
+            relative_low=_relative(values["low"], scale),
+            relative_high=_relative(values["high"], scale),
+            level=level if tested else None,
+            family=family[0],
+            of_family=family[1],
+            verdict=verdict,
+            diverged=sum(not math.isfinite(ours) for ours, _ in self.losses),
+            baseline_diverged=sum(not math.isfinite(theirs) for _, theirs in self.losses),
+            look=look[0],
+            looks=look[1],
+            **values,
+        )
+
+    def _pairing(self) -> float | None:
+        ours, theirs = zip(*self.losses, strict=True)
+        apart = _deviation(ours) ** 2 + _deviation(theirs) ** 2
+        together = _deviation([a - b for a, b in self.losses]) ** 2
+        return 1 - together / apart if apart else None
+
+    def _steps(self, lower_is_better: bool) -> list[float]:
+        """The differences to test where a run diverged: next to an infinite one, finite ones vanish."""
+        diverged = [(not math.isfinite(ours)) - (not math.isfinite(theirs)) for ours, theirs in self.losses]
+        if any(diverged):
+            return [float(step if lower_is_better else -step) for step in diverged]
+        return [ours - theirs if math.isfinite(ours) else 0.0 for ours, theirs in self.losses]
 
 
-def paired_p(differences: Sequence[float]) -> float:
-    """The two-sided p-value of "their mean is 0" for at least two differences: 1 if all are 0, 0 if all are
-    equal but not 0."""
-    mean, deviation, n = fmean(differences), _deviation(differences), len(differences)
-    if mean == 0:
-        return 1.0
-    if deviation == 0:
-        return 0.0
-    from scipy.special import stdtr
-
-    return 2 * float(stdtr(n - 1, -abs(mean) / (deviation / math.sqrt(n))))
-
-
-def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's step-down correction: the smallest of m p-values times m, the next times m - 1, and so on; never
-    decreasing, at most 1."""
-    corrected = [0.0] * len(p_values)
-    reached = 0.0
-    for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        reached = max(reached, min(1.0, (len(p_values) - rank) * p_values[index]))
-        corrected[index] = reached
-    return corrected
-
-
-def seeds_needed(mean: float, deviation: float, level: float) -> int | None:
-    """The fewest pairs that show a mean difference at `level` with a power of 0.8; None if the mean is 0."""
-    if mean == 0:
-        return None
-    if deviation == 0:
-        return 2
-    effect = abs(mean) / deviation
-    normal = NormalDist()
-    critical = normal.inv_cdf(1 - level / 2)
-    of_normal = ((critical + normal.inv_cdf(POWER)) / effect) ** 2
-    if of_normal > 10_000:  # where Student's t adds a few seeds to thousands
-        return math.ceil(of_normal)
-    n = max(2, math.ceil(of_normal + critical**2 / 2))
-    while n > 2 and power(effect, n - 1, level) >= POWER:
-        n -= 1
-    while power(effect, n, level) < POWER:
-        n += 1
-    return n
-
-
-def power(effect: float, n: int, level: float) -> float:
-    """The chance that a two-sided t-test at `level` shows a mean of `effect` standard deviations over n
-    differences."""
+def power(shift: float, df: float, level: float) -> float:
+    """The chance that a two-sided t-test at `level` shows a mean `shift` standard errors from 0."""
     from scipy.special import nctdtr
 
     def below(t: float) -> float:
-        chance = float(nctdtr(n - 1, abs(effect) * math.sqrt(n), t))
+        chance = float(nctdtr(df, abs(shift), t))
         return 0.0 if math.isnan(chance) else chance  # scipy has no value for some that are next to 0
 
-    critical = _t_quantile(1 - level / 2, n - 1)
+    critical = t_quantile(1 - level / 2, df)
     return 1 - below(critical) + below(-critical)
 
 
-def _t_quantile(probability: float, df: int) -> float:
+def detectable_shift(df: float, level: float) -> float:
+    """How many standard errors from 0 a mean must be to be shown with a power of 0.8."""
+    from scipy.optimize import brentq
+
+    critical = t_quantile(1 - level / 2, df)
+    return float(brentq(lambda shift: power(shift, df, level) - POWER, 0.0, 3 * critical + 3, xtol=1e-9))
+
+
+@lru_cache(maxsize=256)
+def t_points(df: float) -> "tuple[NDArray[np.float64], NDArray[np.float64]]":
+    """Points and weights to average a smooth function over Student's t distribution."""
+    import numpy as np
+    from scipy.special import ndtr, stdtrit
+
+    z = np.linspace(-7, 7, 281)
+    weights = np.exp(-z * z / 2)
+    return stdtrit(df, ndtr(z)), weights / weights.sum()
+
+
+def t_quantile(probability: float, df: float) -> float:
     from scipy.special import stdtrit
 
     return float(stdtrit(df, probability))
@@ -205,14 +442,6 @@ def value_at(curve: Curve, x: float) -> float | None:
             value = loss + (next_loss - loss) * (x - left) / (right - left)
             return value if math.isfinite(value) else None
     return None
-
-
-def _steps(pairs: Sequence[tuple[float, float]], lower_is_better: bool) -> list[float]:
-    """The differences to test; next to the infinite one of a diverged run, finite ones vanish."""
-    diverged = [(not math.isfinite(ours)) - (not math.isfinite(theirs)) for ours, theirs in pairs]
-    if any(diverged):
-        return [float(step if lower_is_better else -step) for step in diverged]
-    return [ours - theirs if math.isfinite(ours) else 0.0 for ours, theirs in pairs]
 
 
 def _relative(part: float | None, whole: float) -> float | None:

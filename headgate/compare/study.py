@@ -1,27 +1,27 @@
 """Runs a study: trains its variants under equal conditions, measures their cost, writes the results.
 
-Each run is a process of its own, `headgate train` as a person would call it. A study that was stopped resumes
-with the same command, and one with more variants or seeds trains only what is new.
+A study goes through phases, each a list of jobs: controls, tuning, judging, ladder, costs. A study that was
+stopped resumes with the same command, and one with more variants or seeds trains only what is new.
 """
 
 import json
-import math
 import os
-import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headgate import config, files
 from headgate.compare.claims import check_variants
-from headgate.compare.executors.executor import Executor, run_tasks
+from headgate.compare.controls import with_controls
 from headgate.compare.executors.local import LocalExecutor
-from headgate.compare.executors.worker import Task
-from headgate.compare.folder import Job, Study, StudyFolder, failure
+from headgate.compare.folder import PUBLISHED, TUNED, Study, StudyFolder, Winners
+from headgate.compare.jobs import Job, JobRunner, RunsJobs
+from headgate.compare.judging import undecided
 from headgate.compare.progress import StudyProgress
-from headgate.compare.results import write_results
-from headgate.compare.variants import parse_variants
+from headgate.compare.results import main_jobs, write_results
+from headgate.compare.space import draw_trials, parse_space
+from headgate.compare.tuning import Tuner
+from headgate.compare.variants import Variant, parse_variants
 from headgate.config import Config, StudyOptions
 from headgate.data.shards import open_split
 from headgate.machine import cores
@@ -29,7 +29,7 @@ from headgate.measure.costs import CostPlan, measure_costs, step_seconds
 from headgate.measure.gates import gates_on_passage
 from headgate.measure.skipping import can_skip, gate_skipping
 from headgate.papers.paper import load_paper
-from headgate.train.folder import check_fit, describe_data, last_step, read_config
+from headgate.train.folder import check_fit, describe_data, read_config
 from headgate.train.start import named_config
 
 THRESHOLDS = (0.05, 0.1, 0.2, 0.3)
@@ -47,17 +47,25 @@ def run_study(
     run finished."""
     base = config.override(named_config(options.recipe), overrides)
     splits = [open_split(data, name) for name in ("train", "val")]
+    variants = parse_variants(names, base.model)
+    looks = config.parse_seeds(options.seeds)
     asked = Study(
         recipe=options.recipe,
         data=describe_data(data, *splits),
-        variants=parse_variants(names, base.model),
-        seeds=options.seeds,
+        variants=with_controls(variants, base) if options.controls else variants,
+        seeds=looks[-1],
+        looks=looks if len(looks) > 1 else (),
+        tune=options.tune,
+        space=options.space,
+        published=options.published,
         budget=options.budget,
         threads=options.threads,
         cost=CostPlan(config.parse_lengths(options.lengths), options.cost_seconds),
         settings=tuple(overrides),
     )
     check_fit(base, asked.data, *splits)
+    if asked.tune:
+        draw_trials(parse_space(asked.space, base), (), asked.tune)  # what cannot be drawn is refused now
     claims = None if options.claims is None else load_paper(options.claims)
     if claims is not None:
         check_variants(claims, base.model)
@@ -68,131 +76,135 @@ def run_study(
         if claims is not None:
             config.save(claims, folder.claims_path)
         at_once = options.jobs or max(1, cores() // study.threads)
+        executor = LocalExecutor(folder.path, at_once)
+        runner = JobRunner(folder.path, study.data.folder, study.threads, executor)
+        phases = Phases(folder, study, base, runner, progress)
         if study.budget == "seconds":
-            study = _share_out_seconds(folder, study, base, progress)
-        failed = run_jobs(folder, study, base, LocalExecutor(folder.path, at_once), progress)
+            phases.share_out_seconds()
+        failed = phases.controls()
+        if study.tune:
+            failed += phases.judge(phases.tune())
+        if study.published:
+            failed += phases.judge()
         if options.cost:
-            before = folder.read_costs()
-            costs = measure_costs(
-                {variant.label: variant.config(base) for variant in study.variants},
-                study.cost,
-                before,
-                at_once,
-                progress.say,
-            )
-            if costs != before:
-                config.save(costs, folder.costs_path)
-            _write_skipping(folder, study, base, progress)
-        _write_gates(folder, study, base, progress)
+            phases.costs(at_once)
+        phases.gates()
         write_results(out)
     return not failed
 
 
-def _share_out_seconds(folder: StudyFolder, study: Study, base: Config, progress: StudyProgress) -> Study:
-    """Give each variant as many steps as fit into the time of the baseline's."""
-    missing = [variant for variant in study.variants if variant.label not in study.steps]
-    if not missing:
-        return study
-    baseline = study.variants[0]
-    progress.say("measuring a step of each variant, to give all the same seconds")
-    configs = {variant.label: variant.config(base) for variant in [baseline, *missing]}
-    seconds = step_seconds(configs, study.threads)
-    steps = dict(study.steps)
-    for variant in missing:
-        steps[variant.label] = max(
-            1, round(base.train.steps * seconds[baseline.label] / seconds[variant.label])
+@dataclass
+class Phases:
+    """The phases of a study, in the order they are carried out."""
+
+    folder: StudyFolder
+    study: Study
+    base: Config
+    runner: RunsJobs
+    progress: StudyProgress
+
+    def share_out_seconds(self) -> None:
+        """Give each variant as many steps as fit into the time of the baseline's."""
+        baseline, base = self.study.variants[0], self.base
+        missing = [variant for variant in self.study.variants if variant.label not in self.study.steps]
+        if not missing:
+            return
+        self.progress.say("measuring a step of each variant, to give all the same seconds")
+        configs = {variant.label: variant.config(base) for variant in [baseline, *missing]}
+        seconds = step_seconds(configs, self.study.threads)
+        steps = dict(self.study.steps)
+        for variant in missing:
+            relative = seconds[baseline.label] / seconds[variant.label]
+            steps[variant.label] = max(1, round(base.train.steps * relative))
+        self._note(replace(self.study, steps=steps))
+
+    def controls(self) -> list[Job]:
+        """The controls and the baseline first: whether a study can tell is known early."""
+        controls = [variant for variant in self.study.variants if variant.control]
+        if not controls or not self.study.published:
+            return []
+        self.progress.phase("controls")
+        seeds = range((self.study.looks or (self.study.seeds,))[0])
+        chosen = [self.study.variants[0], *controls]
+        jobs = [self._judged(variant, seed) for seed in seeds for variant in chosen]
+        return self.runner.run(jobs, self.progress)
+
+    def tune(self) -> Winners:
+        """The same trials for every variant; by label, the one that won."""
+        self.progress.phase("tuning")
+        tuned = Tuner(self.folder, self.study, self.base, self.runner, self.progress).tune()
+        for label, one in tuned.items():
+            settings = ", ".join(f"{key}={value}" for key, value in one.winner.settings.items())
+            self.progress.note(f"{label}: trial {one.winner.number} wins ({settings or 'as published'})")
+        return {label: one.winner for label, one in tuned.items()}
+
+    def judge(self, winners: Winners | None = None) -> list[Job]:
+        """Train what is judged, look after look, until everything is decided."""
+        kind = PUBLISHED if winners is None else TUNED
+        self.progress.phase(f"judging {kind}" if self.study.tune else "judging")
+        looks = self.study.looks or (self.study.seeds,)
+        failed: list[Job] = []
+        for number, seeds in enumerate(looks):
+            left = undecided(self.study, self.folder.jobs(self.study, self.base, seeds, winners), number)
+            if not left:
+                self.progress.note(f"decided after {looks[number - 1]} seeds")
+                break
+            jobs = [self._judged(variant, seed, winners) for seed in range(seeds) for variant in left]
+            failed = self.runner.run(jobs, self.progress)
+            if self.study.looked.get(kind, 0) <= number:
+                self._note(replace(self.study, looked={**self.study.looked, kind: number + 1}))
+        return failed
+
+    def _judged(self, variant: Variant, seed: int, winners: Winners | None = None) -> Job:
+        return self.folder.judged(self.study, self.base, variant, seed, winners)
+
+    def _note(self, study: Study) -> None:
+        self.study = study
+        self.folder.write(study, self.base)
+
+    def costs(self, at_once: int) -> None:
+        """Speed, memory and decoding of the variants, and what skipping nearly closed gates saves."""
+        self.progress.phase("costs")
+        before = self.folder.read_costs()
+        costs = measure_costs(
+            {variant.label: variant.config(self.base) for variant in self.study.variants},
+            self.study.cost,
+            before,
+            at_once,
+            self.progress.note,
         )
-    study = replace(study, steps=steps)
-    folder.write(study, base)
-    return study
+        if costs != before:
+            config.save(costs, self.folder.costs_path)
+        self._skipping()
 
+    def _skipping(self) -> None:
+        """What skipping nearly closed gates saves and costs, for mechanisms that learn theirs."""
+        path = self.folder.path / "skipping.json"
+        by_label = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        for label, run in self._first_runs().items():
+            if label in by_label or not can_skip(read_config(run).model):
+                continue
+            self.progress.note(f"measuring what skipping nearly closed gates saves and costs: {label}")
+            by_threshold = gate_skipping(
+                run,
+                THRESHOLDS,
+                tokens=self.base.train.evaluate_tokens,
+                data=self.study.data.folder,
+                seconds=self.study.cost.seconds * len(THRESHOLDS),
+            )
+            by_label[label] = [each.to_dict() for each in by_threshold]
+            files.write_json(path, by_label)
 
-def run_jobs(
-    folder: StudyFolder, study: Study, base: Config, executor: Executor, progress: StudyProgress
-) -> list[Job]:
-    """Train what is not finished; a run that fails does not stop the others. Returns those that failed."""
-    jobs = folder.jobs(study, base)
-    waiting = {job.key: job for job in jobs if not job.finished}
-    settled = sum(job.steps for job in jobs if job.finished)
-    progress.begin_runs(total=sum(job.steps for job in jobs), done=settled, runs=len(jobs), left=len(waiting))
-    for job in waiting.values():
-        for parent in (job.folder.parents[1], job.folder.parent):
-            files.own_folder(parent)
+    def gates(self) -> None:
+        """The gates of each variant's first finished run on the beginning of the validation split."""
+        self.progress.say("reading the gates on a passage of held-out text")
+        gates = gates_on_passage(self._first_runs(), self.study.data.folder, self.base.train.context)
+        files.write_text(self.folder.path / "gates.json", json.dumps(gates, separators=(",", ":")) + "\n")
 
-    def ended(task: Task, finished: bool) -> None:
-        nonlocal settled
-        job = waiting[task.key]
-        settled += job.steps
-        if finished:
-            progress.finished(job.name, _final_loss(job))
-        else:
-            progress.failed(job.name, failure(job.log))
-
-    def looked(running: Sequence[Task]) -> None:
-        done = sum(min(last_step(task.folder), waiting[task.key].steps) for task in running)
-        progress.update_runs(settled + done, [task.name for task in running])
-
-    tasks = [job.task(folder.path, study, base) for job in waiting.values()]
-    with _interruptible():
-        failed = run_tasks(
-            executor, folder.path, tasks, lambda task: waiting[task.key].finished, ended, looked
-        )
-    return [waiting[task.key] for task in failed]
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """SIGTERM acts like Ctrl-C."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    main = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    if main:
-        signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        if main:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _final_loss(job: Job) -> float:
-    loss = json.loads((job.folder / "summary.json").read_text(encoding="utf-8"))["final"]["loss"]
-    return math.nan if loss is None else float(loss)
-
-
-def _first_runs(folder: StudyFolder, study: Study, base: Config) -> dict[str, Path]:
-    """The first finished run of each variant, by label."""
-    runs: dict[str, Path] = {}
-    for job in folder.jobs(study, base):
-        if job.finished:
-            runs.setdefault(job.variant.label, job.folder)
-    return runs
-
-
-def _write_skipping(folder: StudyFolder, study: Study, base: Config, progress: StudyProgress) -> None:
-    """What skipping nearly closed gates saves and costs, for mechanisms that learn theirs."""
-    path = folder.path / "skipping.json"
-    by_label = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    for label, run in _first_runs(folder, study, base).items():
-        if label in by_label or not can_skip(read_config(run).model):
-            continue
-        progress.say(f"measuring what skipping nearly closed gates saves and costs: {label}")
-        by_threshold = gate_skipping(
-            run,
-            THRESHOLDS,
-            tokens=base.train.evaluate_tokens,
-            data=study.data.folder,
-            seconds=study.cost.seconds * len(THRESHOLDS),
-        )
-        by_label[label] = [each.to_dict() for each in by_threshold]
-        files.write_json(path, by_label)
-
-
-def _write_gates(folder: StudyFolder, study: Study, base: Config, progress: StudyProgress) -> None:
-    """The gates of each variant's first finished run on the beginning of the validation split."""
-    progress.say("reading the gates on a passage of held-out text")
-    runs = _first_runs(folder, study, base)
-    gates = gates_on_passage(runs, study.data.folder, base.train.context)
-    files.write_text(folder.path / "gates.json", json.dumps(gates, separators=(",", ":")) + "\n")
+    def _first_runs(self) -> dict[str, Path]:
+        """The first finished run of each variant, by label."""
+        runs: dict[str, Path] = {}
+        for job in main_jobs(self.folder, self.study, self.base):
+            if job.finished:
+                runs.setdefault(job.variant.label, job.folder)
+        return runs

@@ -24,7 +24,7 @@ from headgate import config, files
 from headgate.compare.executors.executor import run_tasks
 from headgate.compare.executors.local import LocalExecutor
 from headgate.compare.executors.worker import Task
-from headgate.compare.folder import failure
+from headgate.compare.jobs import failure
 from headgate.compare.progress import StudyProgress
 from headgate.compare.suite_plan import SuitePlan, SuiteRun, final_loss, judged_runs, read_plan, tuning_runs
 from headgate.compare.suite_results import JUDGED, write_suite

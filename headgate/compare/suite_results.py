@@ -13,7 +13,7 @@ from rich.text import Text
 
 from headgate import config, files
 from headgate.compare import statistics
-from headgate.compare.folder import failure
+from headgate.compare.jobs import failure
 from headgate.compare.suite_plan import (
     SuitePlan,
     SuiteRun,

@@ -16,6 +16,7 @@ COLUMNS = (
     "difference",
     "p",
     "verdict",
+    "could see",
     "speed",
     "memory",
     "parameters",
@@ -23,21 +24,44 @@ COLUMNS = (
 )
 LEGEND = (
     "loss: validation, nats a token, mean over the seeds ± half its 95% interval. difference: to the "
-    "baseline with the same seed. p: paired t-test, corrected over the variants (Holm). speed, memory: of a "
-    "training step, relative to the baseline."
+    "baseline with the same seed, judged over seeds and documents; the interval and p are corrected over the "
+    "variants of a family, and an interval excludes 0 where a difference is shown. could see: the smallest "
+    "difference that would have been shown with a power of 0.8. speed, memory: of a training step, relative "
+    "to the baseline. Controls are marked as such and are a family of their own."
 )
 NAMED = 4
 """The headline names at most this many variants of a verdict, and counts the rest of a longer list."""
 
 
-def _cells(variant: Mapping[str, Any]) -> list[str]:
+def _columns(results: Mapping[str, Any]) -> list[str]:
+    """Their names say whether the variants were tuned, and what is shown of them as published beside that."""
+    kind = "tuned" if results["tuned"] else "untuned"
+    names = [f"{name}, {kind}" if name in ("loss", "verdict") else name for name in COLUMNS]
+    return [*names, "untuned", "tuned to"] if results["tuned"] else names
+
+
+def _cells(variant: Mapping[str, Any], results: Mapping[str, Any]) -> list[str]:
+    cells = _plain_cells(variant)
+    if not results["tuned"]:
+        return cells
+    published = variant["published"]
+    before = "" if published is None else verdict_of({**variant, **published})
+    if published is not None and published["difference"] is not None:
+        found = published["difference"]
+        before = f"{signed(found['mean'], found['high'], 4)} {before}".strip()
+    settings = (f"{key.rpartition('.')[2]}={value}" for key, value in variant["settings"].items())
+    return [*cells, before, ", ".join(settings) or "as published"]
+
+
+def _plain_cells(variant: Mapping[str, Any]) -> list[str]:
     difference = variant["difference"]
     return [
         variant["label"],
         loss_of(variant),
         "" if difference is None else signed(difference["mean"], difference["high"], 4),
-        "" if difference is None else p_value(difference["p_holm"]),
+        "" if difference is None else p_value(difference["p_corrected"]),
         verdict_of(variant),
+        "" if difference is None else detectable(difference["detectable"]),
         ratio(variant["speed"]),
         ratio(variant["memory"]),
         "" if variant["parameters"] is None else f"{variant['parameters']:,}",
@@ -66,7 +90,7 @@ def verdict_of(variant: Mapping[str, Any]) -> str:
         return "baseline"
     if difference["verdict"] == "not tested":
         return f"not tested ({difference['seeds']} shared seed{'s' * (difference['seeds'] != 1)})"
-    return str(difference["verdict"])
+    return str(difference["verdict"]) + " (control)" * bool(variant.get("control"))
 
 
 def signed(mean: float | None, high: float | None, digits: int) -> str:
@@ -79,6 +103,10 @@ def p_value(p: float | None) -> str:
     if p is None:
         return ""
     return "<0.001" if p < 0.001 else f"{p:.3f}"
+
+
+def detectable(amount: float | None) -> str:
+    return "" if amount is None else f"{amount:.2g} or more"
 
 
 def ratio(cost: Mapping[str, Any] | None) -> str:
@@ -96,26 +124,56 @@ def convergence(found: Mapping[str, Any] | None) -> str:
 
 
 def headline(results: Mapping[str, Any]) -> str:
-    """The verdict in a sentence or two."""
-    baseline, *others = results["variants"]
+    """The verdict in a sentence or two; or that the study cannot tell, why, and what to change."""
+    sight = results["sight"]
+    if sight["can_tell"] is not False:
+        return str(results["verdicts"])
+    missed = [check["words"] for check in sight["checks"] if check["passed"] is False]
+    study = "This study" if results["tuned"] else "This untuned study"
+    return f"{study} cannot tell: {'; '.join(missed)}. {sight['advice']}"
+
+
+def verdicts(results: Mapping[str, Any]) -> str:
+    """What was measured, tuned and as published."""
+    if not results["tuned"]:
+        return f"Untuned: {_verdicts(results['variants'])}."
+    words = f"Tuned alike: {_verdicts(results['variants'])}."
+    if results["variants"][0]["published"] is None:
+        return words
+    rows = [{**variant, **variant["published"]} for variant in results["variants"]]
+    return f"{words} As published, untuned: {_verdicts(rows)}."
+
+
+def _verdicts(variants: Sequence[Mapping[str, Any]]) -> str:
+    """What was measured of the variants that are no controls."""
+    baseline, *others = variants
     groups: dict[str, list[str]] = {}
+    seen: list[float] = []
     for variant in others:
-        groups.setdefault(variant["difference"]["verdict"], []).append(_named(variant))
+        if not variant["control"]:
+            verdict = variant["difference"]["verdict"]
+            groups.setdefault(verdict, []).append(_named(variant))
+            if verdict == "no difference shown" and variant["difference"]["detectable"] is not None:
+                seen.append(variant["difference"]["detectable"])
     parts: list[str] = []
     for verdict, words in (
         ("better", "better than"),
         ("worse", "worse than"),
         ("no difference shown", "not shown to differ from"),
+        ("same by construction", "the same as"),
     ):
         if verdict in groups:
             names = groups[verdict]
-            listed = _in_words(_few(names, shown=verdict != "no difference shown", more=bool(parts)))
-            parts.append(f"{listed} {'is' if len(names) == 1 else 'are'} {words} {baseline['label']}")
+            listed = _in_words(_few(names, shown=verdict in ("better", "worse"), more=bool(parts)))
+            part = f"{listed} {'is' if len(names) == 1 else 'are'} {words} {baseline['label']}"
+            if verdict == "no difference shown" and seen:
+                least = f"{max(seen):.2g}"
+                part += f" (differences of {least} nats or more would have been seen)"
+            parts.append(part + " by construction" * (verdict == "same by construction"))
     if "not tested" in groups:
         listed = _in_words(_few(groups["not tested"], shown=False, more=bool(parts)))
         parts.append(f"{listed} could not be tested: that takes two seeds of both")
-    verdict = "; ".join(parts) or "there is nothing to compare with the baseline"
-    return f"{verdict[0].upper()}{verdict[1:]}."
+    return "; ".join(parts) or "there is nothing to compare with the baseline"
 
 
 def _named(variant: Mapping[str, Any]) -> str:
@@ -143,21 +201,36 @@ def _in_words(names: Sequence[str]) -> str:
 
 def conditions(results: Mapping[str, Any]) -> str:
     """What the headline holds for."""
-    train, seeds = results["config"]["train"], results["seeds"]
+    train, seeds = results["config"]["train"], _seeds(results)
     parameters = results["variants"][0]["parameters"]
     size = "" if parameters is None else f", {parameters / 1e6:,.2f}M parameters"
     equal = "at equal tokens" if results["budget"] == "tokens" else "at equal seconds"
+    tuning = results["tuning"]
+    equal += f", {tuning['trials']} trials of each variant" if results["tuned"] else ", untuned"
     return (
         f"Recipe {Path(results['recipe']).name}{size}, context {train['context']:,}, "
-        f"{results['tokens_per_run']:,} training tokens a run, {seeds} seed{'s' * (seeds != 1)}, {equal}"
+        f"{results['tokens_per_run']:,} training tokens a run, {seeds}, {equal}"
     )
 
 
+def _seeds(results: Mapping[str, Any]) -> str:
+    most, looks = results["seeds"], results["looks"]
+    words = f"{most} seed{'s' * (most != 1)}"
+    if looks:
+        words = f"up to {words}, planned looks after {_in_words([str(look) for look in looks])}"
+    for before in results["extended"]:
+        words += f", extended from {before} after its results were known, which the verdicts do not allow for"
+    documents = [v["difference"]["documents"] for v in results["variants"][1:] if v["difference"]]
+    known = [count for count in documents if count is not None]
+    return words + (f", {max(known):,} documents" if known else "")
+
+
 def markdown(results: Mapping[str, Any]) -> str:
+    columns = _columns(results)
     lines = [f"{results['headline']} {results['conditions']}.", ""]
-    lines += [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
+    lines += [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     lines += [
-        f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in _cells(v))} |"
+        f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in _cells(v, results))} |"
         for v in results["variants"]
     ]
     return "\n".join([*lines, "", LEGEND, ""])
@@ -182,18 +255,18 @@ def print_against(label: str, differences: Mapping[str, Difference]) -> None:
     for column in table.columns[1:]:
         column.justify = "right"
     for name, difference in differences.items():
-        words = [name, signed(difference.mean, difference.high, 4), p_value(difference.p_holm)]
+        words = [name, signed(difference.mean, difference.high, 4), p_value(difference.p_corrected)]
         table.add_row(*map(Text, [*words, difference.verdict]))
     table_console().print(table)
 
 
 def print_results(results: Mapping[str, Any]) -> None:
     console = table_console()
-    table = Table(*COLUMNS, box=None, pad_edge=False)
+    table = Table(*_columns(results), box=None, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
     for variant in results["variants"]:
-        table.add_row(*map(Text, _cells(variant)))
+        table.add_row(*map(Text, _cells(variant, results)))
     console.print(table)
     console.print(f"\n{results['headline']} {results['conditions']}.", markup=False, soft_wrap=True)
     for variant in results["variants"]:

@@ -26,6 +26,8 @@ class Variant:
     """One for all layers, or a pattern that repeats over them."""
     ablation: str | None = None
     """The registered ablation that its options are, if they are one."""
+    control: bool = False
+    """Whether it was added to see what the study can tell, and not asked for."""
 
     @classmethod
     def parse(cls, text: str) -> "Variant":

@@ -100,7 +100,7 @@ def bench_steps(
         )
     console.print(
         f"{processor()}, {torch.get_num_threads()} threads, recipe tiny, fp32; sgemm: attention alone at "
-        f"T={max(lengths)}, H=8 D=64, forward+backward, as a share of a matrix product's speed",
+        f"T={steps.ALONE_AT}, H=8 D=64, forward+backward, as a share of a matrix product's speed",
         highlight=False,
     )
     console.print(steps.steps_table(rows))

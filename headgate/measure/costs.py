@@ -12,8 +12,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Literal
@@ -26,6 +27,7 @@ from headgate.config import Config, TrainConfig
 from headgate.errors import HeadgateError
 from headgate.machine import Peak, keep_memory
 from headgate.measure.speed import interleaved, ratios
+from headgate.mechanisms import Mechanism
 from headgate.model.decoder import Decoder
 from headgate.train.evaluate import autocast
 from headgate.train.optim import clip_gradients, gradient_norm, make_optimizer
@@ -57,7 +59,8 @@ class CostPlan:
 
 @dataclass(frozen=True)
 class Speed:
-    """Seconds of a step, and the speed relative to the baseline's with its quartiles."""
+    """The speed relative to the baseline's with its quartiles, and the seconds of a step: for the baseline as
+    measured, for the others the baseline's over their relative speed, so that the two never disagree."""
 
     seconds: float
     ratio: float
@@ -149,11 +152,12 @@ def decoding_step(decoder: Decoder, length: int) -> tuple[Callable[[], None], in
     """A function that decodes DECODED tokens after a context of `length`; and what that context keeps."""
     where = next(decoder.parameters()).device
     tokens = random_tokens(decoder, (1, length))
-    cache = decoder.new_cache()
+    cache, token = decoder.new_cache(), tokens[:, -1:]
     with torch.inference_mode():
-        for part in tokens.split(PREFILL, dim=1):
-            decoder.hidden(part, cache=cache)
-    token = tokens[:, -1:]
+        with _without_attention(decoder):
+            for part in tokens[:, :-1].split(PREFILL, dim=1):
+                decoder.hidden(part, cache=cache)
+        decoder.hidden(token, cache=cache)
     held = cache.held_bytes
 
     def step() -> None:
@@ -163,6 +167,20 @@ def decoding_step(decoder: Decoder, length: int) -> tuple[Callable[[], None], in
         _wait(where)
 
     return step, held
+
+
+@contextmanager
+def _without_attention(decoder: Decoder) -> Iterator[None]:
+    """Inside, keys are made and kept, and nobody attends to them: what a decoded token costs does not depend
+    on what they are, and attention among all tokens of a long context takes minutes."""
+    mechanisms: list[Any] = [module for module in decoder.modules() if isinstance(module, Mechanism)]
+    for mechanism in mechanisms:
+        mechanism.attend = lambda x, q, *others: torch.zeros_like(q)
+    try:
+        yield
+    finally:
+        for mechanism in mechanisms:
+            del mechanism.attend
 
 
 def random_tokens(decoder: Decoder, shape: tuple[int, int]) -> Tensor:
@@ -226,9 +244,22 @@ def measure_costs(
         for length in lengths
     ]
     if before is not None:
-        fresh = [*before.costs, *(cost for cost in fresh if cost.label != baseline)]
+        known_costs = {cost.length: cost for cost in before.of(baseline)}
+        fresh = [
+            *before.costs,
+            *(_on_the_basis_of(known_costs.get(c.length), c) for c in fresh if c.label != baseline),
+        ]
         crossovers = [*before.crossovers, *crossovers]
     return Costs(torch.get_num_threads(), str(device()), tuple(fresh), tuple(crossovers))
+
+
+def _on_the_basis_of(baseline: Cost | None, cost: Cost) -> Cost:
+    """The cost with seconds that follow from the baseline's as they were measured before."""
+    if baseline is None:
+        return cost
+    training = replace(cost.training, seconds=baseline.training.seconds / cost.training.ratio)
+    decoding = replace(cost.decoding, seconds=baseline.decoding.seconds / cost.decoding.ratio)
+    return replace(cost, training=training, decoding=decoding)
 
 
 class Bench:
@@ -239,21 +270,21 @@ class Bench:
         self.held: dict[tuple[str, int], int] = {}
         """Bytes that a context leaves in the cache, by label and length."""
 
-    def speeds(self, kind: Kind, labels: Sequence[str], length: int, seconds: float) -> dict[str, Speed]:
+    def speeds(self, kind: Kind, labels: Sequence[str], length: int, for_seconds: float) -> dict[str, Speed]:
         runs: dict[str, Callable[[], None]] = {}
         for label in labels:
             if kind == "training":
                 runs[label] = training_step(self.decoders[label], self.train, length)
             else:
                 runs[label], self.held[label, length] = decoding_step(self.decoders[label], length)
-        times = interleaved(runs, seconds=seconds * len(runs), least_rounds=5, most_rounds=20)
+        times = interleaved(runs, seconds=for_seconds * len(runs), least_rounds=5, most_rounds=20)
         each = 1 if kind == "training" else DECODED
-        return {
-            label: Speed(
-                median(own) / each, *ratios({"baseline": times[self.baseline], "own": own}, "baseline", "own")
-            )
-            for label, own in times.items()
-        }
+        seconds = median(times[self.baseline]) / each
+        found = {}
+        for label, own in times.items():
+            ratio, low, high = ratios({"baseline": times[self.baseline], "own": own}, "baseline", "own")
+            found[label] = Speed(seconds / ratio, ratio, low, high)
+        return found
 
 
 def crossover(speed: Mapping[int, float], measure: Callable[[int], float]) -> tuple[int | None, int | None]:

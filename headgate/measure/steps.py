@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from rich import box
 from rich.table import Table
 from rich.text import Text
 
@@ -20,6 +21,8 @@ from headgate.recipes import get_recipe
 
 BASELINE = "full"
 DECODED_AFTER = (2048, 65536)
+ALONE_AT = 4096
+"""Tokens at which attention alone is compared with a matrix product."""
 
 
 @dataclass
@@ -59,7 +62,7 @@ def measure_steps(
         del steps
         for name, row in rows.items():
             row.step[length] = ratios(times, name, BASELINE)
-        if memory:
+        if memory and length == max(lengths):
             progress(f"memory at {length}")
             peaks = {name: peak_memory(config, length) for name, config in configs.items()}
             for name, row in rows.items():
@@ -70,9 +73,9 @@ def measure_steps(
         times = interleaved(steps, seconds=spent)
         for name, row in rows.items():
             row.decoding[length] = ratios(times, name, BASELINE)
-    shape, longest = Shape(), max(lengths)
-    progress(f"attention alone at {longest}")
-    alone = measure(mechanism_cases(shape, chosen), [longest], shape, seconds=seconds, most_rounds=3)
+    shape = Shape()
+    progress(f"attention alone at {ALONE_AT}")
+    alone = measure(mechanism_cases(shape, chosen), [ALONE_AT], shape, seconds=seconds, most_rounds=3)
     for figure in alone.figures:
         if figure.name in rows and figure.passes == "forward+backward":
             rows[figure.name].sgemm_share = figure.sgemm_share
@@ -81,7 +84,7 @@ def measure_steps(
 
 def steps_table(rows: Sequence[Row]) -> Table:
     first = rows[0]
-    table = Table(title="time and memory relative to full (quartiles)", box=None, pad_edge=False)
+    table = Table(title="time and memory relative to full (quartiles)", box=box.MARKDOWN)
     table.title_justify = "left"
     table.add_column("", no_wrap=True)
     columns = [f"step T={n}" for n in first.step] + [f"memory T={n}" for n in first.memory]

@@ -3,12 +3,10 @@
     g_i = sigmoid(MLP(RMSNorm(x_i)))                  one value per head; the MLP goes C -> C/4 -> H
     out_i^h = g_i^h * local_i^h + (1 - g_i^h) * global_i^h
 
-local: keys at a distance up to `window` as they are; keys from there to `max_window` with log w_i added to
-their logit, w_i = sigmoid(width(x_i)), so that the width has a gradient.
-
-global: the k_i = ceil(c * sqrt(i + 1)) keys of highest logit among all j <= i. `select="block"` takes whole
-blocks instead, for speed: the best ceil(k_i / block) complete past blocks, ranked by q_i . mean(keys), and
-the query's own block. A probe sees its recall of the exact top k ("recall").
+local: keys up to `window` away as they are; from there to `max_window` with log w_i added to their logit,
+w_i = sigmoid(width(x_i)), so that the width has a gradient. global: the k_i = ceil(c * sqrt(i + 1)) keys of
+highest logit among all j <= i; with `select="block"`, for speed, the best ceil(k_i / block) complete past
+blocks by q_i . mean(keys), and the query's own block. A probe sees its recall of the exact top k ("recall").
 """
 
 from dataclasses import dataclass
@@ -96,7 +94,8 @@ class ContextAdaptive(Mechanism):
             return self._global(q, k, v, past)
         if self.gate is None:
             return (self._local(x, q, k, v, past) + self._global(q, k, v, past)) / 2
-        gate = self.followed(self._gate(x), down=True, up=True)
+        norm, first = cast(nn.RMSNorm, self.gate[0]), cast(nn.Linear, self.gate[1])
+        gate = self.followed(openness(self.gate[2:](normed_linear(x, norm, first))), down=True, up=True)
         if self.is_skipping(q):
             local = self._local(x, q, k, v, past, gate[:, 0] > 0)
             return mixed(local, ops.among_active(self._global, q, k, v, gate[:, 0] < 1), head_weights(gate))
@@ -120,11 +119,6 @@ class ContextAdaptive(Mechanism):
     @property
     def skips(self) -> bool:
         return self.gate is not None
-
-    def _gate(self, x: Tensor) -> Tensor:
-        assert self.gate is not None
-        hidden = normed_linear(x, cast(nn.RMSNorm, self.gate[0]), cast(nn.Linear, self.gate[1]))
-        return openness(self.gate[2:](hidden))
 
     def _local(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past, active: Tensor | None = None
@@ -172,16 +166,14 @@ class ContextAdaptive(Mechanism):
         return [min(i // o.block, -(-n // o.block)) * o.block + i % o.block + 1 for i, n in enumerate(keys)]
 
     def plain_span(self) -> ops.Span | None:
-        plain = self.options.gate == "local" and self.width is None
-        return ops.Span(self.options.window) if plain else None
+        return ops.Span(self.options.window) if self.options.gate == "local" and self.width is None else None
 
     def start_as_full(self) -> float:
         """Towards the local branch at its widest: the global one leaves keys out from the third token on."""
         o = self.options
-        if self.gate is not None:
-            fix_gate(cast(nn.Linear, self.gate[-1]))
-        if self.width is not None:
-            fix_gate(self.width)
+        for linear in (None if self.gate is None else self.gate[-1], self.width):
+            if linear is not None:
+                fix_gate(cast(nn.Linear, linear))
         if o.gate in ("learned", "local"):
             return o.reach + 1
         return next((i for i, n in enumerate(self._global_keys(o.reach + 1)) if n <= i), o.reach + 1)

@@ -232,6 +232,8 @@ class Mechanism(nn.Module):
     Options: ClassVar[type[MechanismOptions]] = MechanismOptions
     ablations: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Name of an ablation -> the options that make it."""
+    tunable: ClassVar[Mapping[str, tuple[float, float] | list[Any]]] = {}
+    """One or two options to be tuned along with a recipe's settings: name -> a range, or a list of values."""
     renamed_options: ClassVar[Mapping[str, str]] = {}
     """Older names of options, which saved models may still hold -> the names they have now."""
     uses_first_values: ClassVar[bool] = False

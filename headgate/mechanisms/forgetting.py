@@ -39,6 +39,7 @@ class Forgetting(Mechanism):
     shelf = "second shelf"
     handles_documents = True
     ablations = {"rope": {"positions": "rope"}, "spread-start": {"start": "spread"}}
+    tunable = {"start": ["paper", "spread"]}
 
     def __init__(self, heads: Heads, options: ForgettingOptions) -> None:
         super().__init__(heads, options)

@@ -51,13 +51,12 @@ class NearFar(Mechanism):
         "near-only": {"stretch": 1},
     }
     renamed_options = {"start": "opening"}
+    tunable = {"opening": (0.02, 0.8)}
 
     def __init__(self, heads: Heads, options: NearFarOptions) -> None:
         super().__init__(heads, options)
-        share, near = heads.n_heads // heads.n_kv_heads, heads.n_kv_heads // 2
-        ranges = (0, near, options.window), (near, heads.n_kv_heads, options.stretch * options.window)
-        self.reaches = [(slice(a * share, b * share), slice(a, b), reach) for a, b, reach in ranges if a < b]
-        self.windows = [reach for _, groups, reach in self.reaches for _ in range(groups.start, groups.stop)]
+        near, far = heads.n_kv_heads // 2, heads.n_kv_heads - heads.n_kv_heads // 2
+        self.windows = [options.window] * near + [options.stretch * options.window] * far
         self.gate = nn.Linear(heads.d_model, heads.n_heads) if options.gate == "learned" else None
         self.constant = nn.Parameter(torch.empty(heads.n_heads)) if options.gate == "constant" else None
 
@@ -71,15 +70,8 @@ class NearFar(Mechanism):
         gate = None if self.gate is None else self.followed(openness(self.gate(x)), down=True)
         if self.constant is not None:
             gate = self.followed(openness(self.constant).expand(*x.shape[:2], -1), down=True)
-        if gate is not None and self.is_skipping(q):
-            active = gate[:, 0] > 0
-            parts = [
-                ops.active_attention(q[:, h], k[:, g], v[:, g], active[:, h], past.span(reach))[0]
-                for h, g, reach in self.reaches
-            ]
-            attended = torch.cat(parts, 1)
-        else:
-            attended = ops.windows_attention(q, k, v, self.windows, past.span())
+        active = gate[:, 0] > 0 if gate is not None and self.is_skipping(q) else None
+        attended = ops.windows_attention(q, k, v, self.windows, past.span(), active=active)
         return attended if gate is None else head_weights(gate) * attended
 
     @property
@@ -95,11 +87,10 @@ class NearFar(Mechanism):
             fix_gate(self.gate)
         if self.constant is not None:
             self.constant.data.fill_(OPEN)
-        return min(reach for _, _, reach in self.reaches) + 1
+        return min(self.windows) + 1
 
     def first_key(self, position: int) -> int:
         return max(0, position - self.options.stretch * self.options.window)
 
     def pairs(self, length: int) -> int:
-        total = sum((h.stop - h.start) * window_pairs(length, reach) for h, _, reach in self.reaches)
-        return total // self.heads.n_heads
+        return sum(window_pairs(length, window) for window in self.windows) // len(self.windows)

@@ -32,10 +32,12 @@ def windows_attention(
     windows: Sequence[int],
     span: Span = Span(),  # noqa: B008 - a tuple
     *,
+    active: Tensor | None = None,
     documents: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """`attention` with a window for each key head in place of the span's: the output (B,H,Tq,D)."""
+    """`attention` with a window for each key head in place of the span's: the output (B,H,Tq,D). Of a single
+    query, without a gradient, it may be that of the `active` heads (B,H) alone."""
     check(q, k, v)
     span = within(documents, q, k, span)
     for window in windows:
@@ -44,11 +46,15 @@ def windows_attention(
         raise HeadgateError(
             f"{len(windows)} windows were given for {k.shape[1]} key heads; give one for each"
         )
-    result: Tensor = BY_HEAD(backend, q, k, v, windows, span)
+    if active is not None:
+        check_active(q, k, v, active)
+    result: Tensor = BY_HEAD(backend, q, k, v, windows, span, active)
     return result
 
 
-def _refuse_native(q: Tensor, k: Tensor, v: Tensor, windows: Sequence[int], span: Span) -> str | None:
+def _refuse_native(
+    q: Tensor, k: Tensor, v: Tensor, windows: Sequence[int], span: Span, active: Tensor | None
+) -> str | None:
     if span.first_keys is not None:
         return "it takes one document alone"
     if q.shape[2] > FEW or (torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))):
@@ -57,21 +63,30 @@ def _refuse_native(q: Tensor, k: Tensor, v: Tensor, windows: Sequence[int], span
 
 
 @BY_HEAD.path("native", refuse=_refuse_native)
-def _windows_native(q: Tensor, k: Tensor, v: Tensor, windows: Sequence[int], span: Span) -> Tensor:
+def _windows_native(
+    q: Tensor, k: Tensor, v: Tensor, windows: Sequence[int], span: Span, active: Tensor | None
+) -> Tensor:
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3])
     numbers = span._replace(window=max(windows)).numbers()
-    native.forward(q, k, v, None, None, None, None, numbers, out, lse, windows=windows)
+    active = None if active is None else active.contiguous()
+    native.forward(q, k, v, None, None, None, None, numbers, out, lse, active, windows)
     return out
 
 
 @BY_HEAD.path("torch")
-def _windows_torch(q: Tensor, k: Tensor, v: Tensor, windows: Sequence[int], span: Span) -> Tensor:
+def _windows_torch(
+    q: Tensor, k: Tensor, v: Tensor, windows: Sequence[int], span: Span, active: Tensor | None
+) -> Tensor:
     """One attention for the neighbouring heads of each window, by whichever path it takes."""
     share, parts, first = q.shape[1] // k.shape[1], [], 0
     for window, run in groupby(windows):
         end = first + len(list(run))
         heads, groups = slice(first * share, end * share), slice(first, end)
-        parts.append(attention(q[:, heads], k[:, groups], v[:, groups], span._replace(window=window)))
+        given = q[:, heads], k[:, groups], v[:, groups]
+        if active is None:
+            parts.append(attention(*given, span._replace(window=window)))
+        else:
+            parts.append(active_attention(*given, active[:, heads], span._replace(window=window))[0])
         first = end
     return torch.cat(parts, 1)
 
@@ -94,6 +109,12 @@ def active_attention(
     check(q, k, v)
     span.check()
     check_ring(q, span, ring_log_weight)
+    check_active(q, k, v, active)
+    result: tuple[Tensor, Tensor] = ACTIVE(backend, q, k, v, active, span, ring_log_weight)
+    return result
+
+
+def check_active(q: Tensor, k: Tensor, v: Tensor, active: Tensor) -> None:
     if q.shape[2] != 1 or active.shape != q.shape[:2] or active.dtype != torch.bool:
         raise HeadgateError(
             f"q has shape {tuple(q.shape)} and active is {active.dtype} {tuple(active.shape)}; "
@@ -101,8 +122,6 @@ def active_attention(
         )
     if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
         raise HeadgateError("active_attention has no gradient; run it under torch.no_grad()")
-    result: tuple[Tensor, Tensor] = ACTIVE(backend, q, k, v, active, span, ring_log_weight)
-    return result
 
 
 class KeyHeads:

@@ -2,9 +2,9 @@
 
     S_t = alpha_t S_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T,    out_t = S_t q_t
 
-Token by token that is T small products. The fast path takes CHUNK tokens at once: what a chunk writes into
-the memory solves a triangular system (the UT transform), after which all is matrix products, and only the
-memory itself goes from chunk to chunk. Decays enter as exponentials of differences of their running log,
+Token by token that is T small products. The fast paths take a chunk of tokens at once: what a chunk writes
+into the memory solves a triangular system (the UT transform), after which all is matrix products, and only
+the memory itself goes from chunk to chunk. Decays enter as exponentials of differences of their running log,
 which are never above 1.
 
 Shapes: q, k, v (B,H,T,D); log_decay = log alpha and beta (B,H,T); the memory S^T (B,H,D,D), keys by values.
@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from headgate.errors import HeadgateError
+from headgate.ops import delta_native
 from headgate.ops.dispatch import Op, check
 from headgate.ops.documents import by_document, lengths
+from headgate.ops.span import native
 
 DELTA = Op("gated_delta")
 CHUNK = 64
@@ -95,6 +97,9 @@ def _by_document(
         return out, memories[0]
     last = accumulate(len(row) for row in lengths(documents))
     return out, torch.cat([memories[n - 1] for n in last])
+
+
+DELTA.path("native", refuse=lambda q, *others: native.refuse(q))(delta_native.delta_in_chunks)
 
 
 @DELTA.path("torch")

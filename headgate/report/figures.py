@@ -40,6 +40,7 @@ def figures(results: Mapping[str, Any]) -> dict[str, PageFigure]:
         tradeoff_figure,
         difference_figure,
         curve_figure,
+        tuning_figure,
         cost_against_length,
         position_figure,
         answer_figure,
@@ -131,6 +132,29 @@ def curve_figure(results: Mapping[str, Any], painter: Painter) -> PageFigure | N
 
 def _counts() -> alt.Axis:
     return alt.Axis(format="~s", tickCount=5)
+
+
+def tuning_figure(results: Mapping[str, Any], painter: Painter) -> PageFigure | None:
+    """How sensitive each variant is to the learning rate."""
+    name = "train.learning_rate"
+    own = results["config"]["train"]["learning_rate"]
+    rows = [
+        {"label": one["label"], "rate": trial["settings"].get(name, own), "loss": trial["losses"][0]}
+        for one in (results["tuning"] or {"variants": []})["variants"]
+        for trial in one["trials"]
+        if trial["losses"] and trial["losses"][0] is not None
+    ]
+    if len({row["rate"] for row in rows}) < 2:
+        return None
+    rows.sort(key=lambda row: row["rate"])
+    view = painter.lines(
+        rows,
+        alt.X("rate:Q", title="learning rate", scale=LOGARITHMIC, axis=alt.Axis(format="~g", tickCount=5)),
+        ("loss", "validation loss at the first rung"),
+        [VARIANT, ("rate", "learning rate", ".3~g"), ("loss", "loss", ".4f")],
+        "Every trial after a quarter of its steps; other settings were drawn along with it.",
+    )
+    return PageFigure("tuning", "Loss against learning rate", {"": view})
 
 
 def cost_against_length(results: Mapping[str, Any], painter: Painter) -> PageFigure | None:

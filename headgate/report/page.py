@@ -193,6 +193,8 @@ def _sections(study: Mapping[str, Any], made: Mapping[str, PageFigure]) -> list[
     every = [
         ("differences-section", "Differences", "tradeoff" in made and "differences" in made),
         ("curves-section", "Learning curves", "curves" in made),
+        ("tuning-section", "Tuning", bool(study["tuning"])),
+        ("ladder", "Ladder", bool(study["ladder"])),
         ("answers-section", "Answers", "answers" in made),
         ("ablations-section", "Ablations", "ablations" in made),
         ("positions-section", "By position", "positions" in made),

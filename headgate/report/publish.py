@@ -52,7 +52,7 @@ def digest(results: Mapping[str, Any]) -> dict[str, Any]:
     kept["data"] = {key: value for key, value in results["data"].items() if key != "folder"}
     kept["variants"] = []
     for variant in results["variants"]:
-        row = {key: value for key, value in variant.items() if key not in ("folder", "gates")}
+        row = {key: value for key, value in variant.items() if key != "gates"}
         row["runs"] = [{key: run[key] for key in OF_A_RUN if key in run} for run in variant["runs"]]
         kept["variants"].append(row)
     return kept

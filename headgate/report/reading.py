@@ -4,6 +4,7 @@ What older versions of headgate wrote reads like what this one writes.
 """
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,7 +33,9 @@ def read_results(source: str | os.PathLike[str]) -> dict[str, Any]:
         raise HeadgateError(f"{str(path)!r} has no variants, so it is not the results of a study")
     results["passage"] = _read_json_file(path.with_name("gates.json"))
     results["skipping"] = _read_json_file(path.with_name("skipping.json"))
-    results.setdefault("commands", None)
+    for name in ("commands", "tuning", "ladder"):
+        results.setdefault(name, None)
+    results.setdefault("sight", {"can_tell": None, "checks": [], "detectable": None, "advice": None})
     for variant in results["variants"]:
         variant.setdefault("gates", None)
         variant.setdefault("control", None)
@@ -54,8 +57,7 @@ def _with_both_intervals(results: dict[str, Any]) -> None:
     tested = sum(difference["p"] is not None for difference in judged)
     for difference in judged:
         if "p_corrected" in difference:
-            for end in ("low", "high", "relative_low", "relative_high"):
-                difference.setdefault(f"plain_{end}", difference[end])
+            _with_plain_interval(difference)
             continue
         p, corrected = difference["p"], difference["p_holm"]
         difference |= {"p_corrected": corrected, "family": "named", "of_family": tested, "detectable": None}
@@ -76,7 +78,32 @@ def _with_both_intervals(results: dict[str, Any]) -> None:
                 difference[f"{start}{end}"] = mean + wider * (difference[f"{start}{end}"] - mean)
 
 
-def _t_ratio(level: float, df: int) -> float:
+def _with_plain_interval(difference: dict[str, Any]) -> None:
+    """Add the 95% interval to a corrected one: of the t distribution whose corrected interval is the same."""
+    if "plain_low" in difference:
+        return
+    share = 1.0
+    level, error, low, high = (difference.get(name) for name in ("level", "error", "low", "high"))
+    if level and error and low is not None and high is not None and level < ALPHA:
+        from scipy.optimize import brentq
+        from scipy.special import stdtrit
+
+        wanted = (high - low) / 2 / error
+
+        def beyond(exponent: float) -> float:
+            return float(stdtrit(math.exp(exponent), 1 - level / 2)) - wanted
+
+        if beyond(-1) > 0 > beyond(15):
+            share = 1 / _t_ratio(level, math.exp(float(brentq(beyond, -1, 15))))
+    for start in ("", "relative_"):
+        mean = difference["relative" if start else "mean"]
+        for end in ("low", "high"):
+            value = difference[f"{start}{end}"]
+            plain = value if value is None or mean is None else mean + share * (value - mean)
+            difference[f"plain_{start}{end}"] = plain
+
+
+def _t_ratio(level: float, df: float) -> float:
     """How much wider the interval of 1 - level is than that of 95%."""
     from scipy.special import stdtrit
 

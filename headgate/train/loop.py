@@ -156,7 +156,8 @@ class Trainer:
                 trackers = make_trackers(self.options.track, self.folder.path, settings, self.state.step)
             for tracker in trackers:
                 stack.enter_context(closing(tracker))
-            while self.state.step < train.steps:
+            until = min(train.steps, self.options.until or train.steps)
+            while self.state.step < until:
                 line, stopping, save = self.step(stop)
                 step = self.state.step
                 loss = "not finite" if line["loss"] is None else f"{line['loss']:.3f}"
@@ -169,13 +170,15 @@ class Trainer:
                 if world.is_first and (evaluated or step % self.options.log_every == 0):
                     self._tell(line, trackers)
                 every = self.options.save_every
-                if save or stopping or best or last or (every and step % every == 0):
+                if save or stopping or best or step == until or (every and step % every == 0):
                     self.save()
                 if stopping and not last:
                     self._part(progress, stopping)
                     return Outcome(step, stopping)
-            if world.is_first:
+            if world.is_first and until == train.steps:
                 self._finish(progress)
+            elif world.is_first:
+                progress.say(f"stopped after step {self.state.step:,}, as asked; it is saved")
         return Outcome(self.state.step, None)
 
     def step(self, stop: "Stop") -> tuple[dict[str, Any], int, bool]:

@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from headgate.compare.statistics import Difference, holm, interval, paired_differences
+from headgate.compare.statistics import ALPHA, Difference, Losses, compare_losses, interval
 from headgate.compare.tables import loss_of, p_value, ratio, signed
 from headgate.files import write_text
 from headgate.report.publish import publish_study
@@ -34,7 +34,6 @@ NAMES = {
     "near-far:gate=constant,window=1024": "full times a constant (`near-far:gate=constant,window=1024`)",
 }
 Variant = Mapping[str, Any]
-Losses = Mapping[int, float]
 
 
 @functools.cache
@@ -50,7 +49,7 @@ def variants(part: str) -> dict[str, Variant]:
 
 
 def losses(variant: Variant) -> Losses:
-    return {run["seed"]: run["loss"] for run in variant["runs"] if run["state"] == "finished"}
+    return Losses({run["seed"]: run["loss"] for run in variant["runs"] if run["state"] == "finished"})
 
 
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -66,7 +65,7 @@ def difference(found: Mapping[str, Any] | Difference | None) -> list[str]:
     if found is None:
         return ["", ""]
     values = found if isinstance(found, Mapping) else vars(found)
-    return [signed(values["mean"], values["high"], 4), p_value(values["p_holm"])]
+    return [signed(values["mean"], values["high"], 4), p_value(values["p_corrected"])]
 
 
 def text() -> str:
@@ -104,7 +103,7 @@ def short() -> str:
 def against() -> str:
     """Every other mechanism against near-far."""
     all_losses = {label: losses(variant) for label, variant in variants("text").items()}
-    found = paired_differences(all_losses.pop("near-far"), all_losses)
+    found = compare_losses(all_losses.pop("near-far"), all_losses)
     kept = [label for label, variant in variants("text").items() if variant["ablation"] is None]
     rows = [[name(label), *difference(found[label])] for label in kept if label in found]
     return markdown(["", "difference to near-far", "p"], rows)
@@ -114,12 +113,12 @@ def ablations() -> str:
     """Each ablation against its whole mechanism, corrected over the ablations of all."""
     found = variants("text")
     recalled = variants("recall")
-    tested: dict[str, Difference] = {}
     parts = {label: variant["mechanism"] for label, variant in found.items() if variant["ablation"]}
+    tested = {}
     for label, whole in parts.items():
-        tested[label] = paired_differences(losses(found[whole]), {label: losses(found[label])})[label]
-    known = {label: one.p for label, one in tested.items() if one.p is not None}
-    corrected = dict(zip(known, holm(list(known.values())), strict=True))
+        pair = losses(found[whole]), {label: losses(found[label])}
+        one = compare_losses(*pair, alpha=ALPHA / len(parts))[label]
+        tested[label] = replace(one, p_corrected=None if one.p is None else min(1.0, one.p * len(parts)))
     rows = []
     for whole in (*PAPERS, "near-far"):
         mine = [label for label, mechanism in parts.items() if mechanism == whole]
@@ -130,7 +129,7 @@ def ablations() -> str:
                     label,
                     loss_of(variant),
                     *difference(variant["difference"]),
-                    *difference(None if own is None else replace(own, p_holm=corrected[label])),
+                    *difference(own),
                     accuracy(recalled[label]),
                 ]
             )
@@ -142,8 +141,9 @@ def test() -> str:
     """The text that nothing was chosen by."""
     stored = json.loads((RESULTS / "text" / "test.json").read_text(encoding="utf-8"))["losses"]
     by_label = {label: {int(seed): loss for seed, loss in seeds.items()} for label, seeds in stored.items()}
-    found = paired_differences(
-        by_label["full"], {label: seeds for label, seeds in by_label.items() if label != "full"}
+    found = compare_losses(
+        Losses(by_label["full"]),
+        {label: Losses(seeds) for label, seeds in by_label.items() if label != "full"},
     )
     rows = []
     for label in sorted(by_label, key=lambda label: interval(list(by_label[label].values())).mean or 0.0):
@@ -156,7 +156,7 @@ def late() -> str:
     """After four times the tokens, against full attention and against near-far."""
     found, before = variants("late"), variants("text")
     to_ours = {label: losses(variant) for label, variant in found.items()}
-    ours = paired_differences(to_ours.pop("near-far"), to_ours)
+    ours = compare_losses(to_ours.pop("near-far"), to_ours)
     rows = []
     for label, variant in found.items():
         known = before[label]["loss"]["mean"]

@@ -1,40 +1,55 @@
 """The statistics, against scipy, against tables worked by hand, and by simulating studies."""
 
 import math
-import random
+from typing import Any
 
+import numpy as np
 import pytest
 from scipy import stats
 
+from headgate.compare.looks import nominal_levels
 from headgate.compare.statistics import (
     Difference,
+    Estimate,
     Interval,
-    holm,
+    Losses,
+    VariancePart,
+    compare_losses,
+    detectable_shift,
     interval,
-    paired_differences,
-    paired_p,
+    over_seeds,
+    over_seeds_and_documents,
     power,
     reaches,
-    seeds_needed,
     value_at,
 )
+from headgate.config import parse_seeds
+from headgate.errors import HeadgateError
 
 NAN, INF = math.nan, math.inf
 
 
+def paired(
+    baseline: dict[int, float], variants: dict[str, dict[int, float]], **how: Any
+) -> dict[str, Difference]:
+    """Over the seeds alone."""
+    return compare_losses(Losses(baseline), {name: Losses(of) for name, of in variants.items()}, **how)
+
+
 def test_power_is_that_of_the_noncentral_t() -> None:
     compared = 0
-    for n in (2, 3, 5, 8, 20, 100, 1000):
-        for effect in (0.01, 0.1, 0.5, 1.0, 2.0, 5.0, 20.0):
+    for df in (1, 2, 4, 7, 19, 99, 999):
+        for shift in (0.01, 0.1, 1.0, 2.0, 5.0, 20.0):
             for level in (0.05, 0.0125, 0.001):
-                critical, shift = stats.t.ppf(1 - level / 2, n - 1), effect * math.sqrt(n)
-                truth = stats.nct.sf(critical, n - 1, shift) + stats.nct.cdf(-critical, n - 1, shift)
+                critical = stats.t.ppf(1 - level / 2, df)
+                truth = stats.nct.sf(critical, df, shift) + stats.nct.cdf(-critical, df, shift)
                 if math.isfinite(truth):  # scipy has no value for some large shifts
                     compared += 1
-                    assert power(effect, n, level) == pytest.approx(truth, abs=1e-9)
+                    assert power(shift, df, level) == pytest.approx(truth, abs=1e-9)
     assert compared > 100
-    assert power(0.0, 4, 0.05) == pytest.approx(0.05, abs=1e-12)
-    assert power(1e9, 2, 0.05) == 1
+    assert power(0.0, 3, 0.05) == pytest.approx(0.05, abs=1e-12)
+    assert power(1e9, 1, 0.05) == 1
+    assert power(detectable_shift(4, 0.0125), 4, 0.0125) == pytest.approx(0.8)
 
 
 def test_interval() -> None:
@@ -49,93 +64,70 @@ def test_interval() -> None:
     assert interval([2.0, NAN]) == Interval(None, None, None, 2)
 
 
-def test_holm_as_worked_by_hand() -> None:
-    # Sorted: 0.005 x 4 = 0.02, 0.01 x 3 = 0.03, 0.03 x 2 = 0.06, then 0.04 x 1 rises to 0.06.
-    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert holm([0.5, 0.9, 0.02]) == pytest.approx([1.0, 1.0, 0.06])
-    assert holm([0.02, 0.02]) == pytest.approx([0.04, 0.04])
-    assert holm([0.2]) == [0.2]
-    assert holm([]) == []
-
-
-def test_differences_are_paired_by_seed_and_corrected_over_the_variants() -> None:
+def test_families_are_corrected_apart() -> None:
     baseline = {0: 5.00, 1: 5.10, 2: 4.90, 3: 5.05, 4: 4.97}
     better = {0: 4.90, 1: 4.99, 2: 4.81, 3: 4.94, 4: 4.88}
     noisy = {0: 5.10, 1: 4.95, 2: 5.00, 3: 4.90, 4: 5.02}
-    found = paired_differences(baseline, {"better": better, "noisy": noisy})
-    for name, losses in (("better", better), ("noisy", noisy)):
+    found = paired(
+        baseline, {"better": better, "noisy": noisy, "part": noisy}, families={"part": "ablations"}
+    )
+    for name, losses in (("better", better), ("noisy", noisy), ("part", noisy)):
         ours, theirs = list(losses.values()), list(baseline.values())
-        test = stats.ttest_rel(ours, theirs)
-        ends = test.confidence_interval(0.95)
-        row, mean = found[name], sum(ours) / 5 - sum(theirs) / 5
+        test, row = stats.ttest_rel(ours, theirs), found[name]
+        size = 1 if name == "part" else 2
+        ends = test.confidence_interval(1 - 0.05 / size)
+        mean, scale = sum(ours) / 5 - sum(theirs) / 5, sum(theirs) / 5
         assert row.p == pytest.approx(test.pvalue, rel=1e-9)
+        assert row.p_corrected == pytest.approx(min(1, size * test.pvalue))
         assert (row.mean, row.low, row.high) == pytest.approx((mean, ends.low, ends.high))
-        scale = sum(theirs) / 5
         assert (row.relative, row.relative_low, row.relative_high) == pytest.approx(
             (mean / scale, ends.low / scale, ends.high / scale)
         )
-        assert row.seeds == 5
-    assert found["better"].p_holm == pytest.approx(2 * found["better"].p)
+        assert (row.seeds, row.of_family, row.documents) == (5, size, None)
+        assert row.detectable == pytest.approx(row.error * detectable_shift(4, 0.05 / size))
     assert found["better"].verdict == "better"
     assert found["noisy"].verdict == "no difference shown"
-    assert found["noisy"].seeds_needed > 5
-    assert paired_differences(better, {"v": baseline})["v"].verdict == "worse"
-    assert paired_differences(baseline, {"v": better}, lower_is_better=False)["v"].verdict == "worse"
+    assert found["better"].pairing is not None
+    assert found["better"].pairing > 0.9 > 0 > (found["noisy"].pairing or 0)
+    assert paired(better, {"v": baseline})["v"].verdict == "worse"
+    assert paired(baseline, {"v": better}, lower_is_better=False)["v"].verdict == "worse"
 
 
-def test_a_variant_that_is_better_alone_may_not_be_among_many() -> None:
+def test_no_interval_contradicts_its_verdict() -> None:
     baseline = {0: 5.0, 1: 5.0, 2: 5.0}
     close = {0: 4.89, 1: 4.90, 2: 4.94}
     others = {str(k): {0: 5.01, 1: 4.99, 2: 5.02} for k in range(9)}
-    assert paired_differences(baseline, {"v": close})["v"].verdict == "better"
-    among = paired_differences(baseline, {"v": close, **others})["v"]
-    assert among.verdict == "no difference shown"
-    assert among.p_holm == pytest.approx(10 * among.p)
-    # A first step of Holm's has a tenth of the level to spend, and so needs more seeds.
-    deviation = stats.tstd([close[seed] - baseline[seed] for seed in baseline])
-    assert among.seeds_needed == seeds_needed(-0.09, deviation, 0.005)
-    assert among.seeds_needed > paired_differences(baseline, {"v": close})["v"].seeds_needed
+    alone, among = paired(baseline, {"v": close})["v"], paired(baseline, {"v": close, **others})["v"]
+    assert (alone.verdict, among.verdict) == ("better", "no difference shown")
+    assert alone.high is not None
+    assert among.high is not None
+    assert alone.high < 0 < among.high
+    assert among.p_corrected == pytest.approx(10 * (among.p or 0))
+    assert among.detectable is not None
+    assert alone.detectable is not None
+    assert among.detectable > alone.detectable
+
+
+def test_losses_that_are_equal_bit_for_bit_are_the_same_by_construction() -> None:
+    baseline = {0: 5.0, 1: 6.0, 2: 7.0}
+    found = paired(baseline, {"same": baseline, "shifted": {0: 4.5, 1: 5.5, 2: 6.5}})
+    same, shifted = found["same"], found["shifted"]
+    assert (same.verdict, same.p, same.mean, same.low) == ("same by construction", None, 0, None)
+    assert (shifted.p, shifted.low, shifted.high) == (0, -0.5, -0.5)
+    assert (shifted.verdict, shifted.detectable, shifted.of_family) == ("better", 0, 1)
+    almost = paired(baseline, {"v": baseline | {2: math.nextafter(7.0, 8.0)}})["v"]
+    assert almost.verdict == "no difference shown"
 
 
 def test_seeds_that_one_side_lacks_are_left_out() -> None:
     baseline = {0: 5.0, 1: 5.1, 3: 5.2}
-    found = paired_differences(baseline, {"v": {0: 4.9, 1: 5.05, 2: 1.0}})["v"]
-    assert found.seeds == 2
-    assert found.mean == pytest.approx(-0.075)
-    assert found.relative == pytest.approx(-0.075 / 5.05)
-
-
-def test_too_few_seeds_are_not_tested_and_do_not_count_among_the_tested() -> None:
-    baseline = {0: 5.0, 1: 5.1, 2: 5.2}
-    tested = {0: 4.9, 1: 5.03, 2: 5.12}
-    found = paired_differences(baseline, {"one": {1: 4.0}, "none": {7: 4.0}, "v": tested})
-    assert found["one"] == Difference(
-        seeds=1,
-        mean=pytest.approx(-1.1),  # type: ignore[arg-type]
-        low=None,
-        high=None,
-        relative=pytest.approx(-1.1 / 5.1),  # type: ignore[arg-type]
-        relative_low=None,
-        relative_high=None,
-        p=None,
-        p_holm=None,
-        verdict="not tested",
-        seeds_needed=None,
-        diverged=0,
-        baseline_diverged=0,
-    )
+    found = paired(baseline, {"v": {0: 4.9, 1: 5.05, 2: 1.0}, "one": {1: 4.0}, "none": {7: 4.0}})
+    assert found["v"].seeds == 2
+    assert found["v"].mean == pytest.approx(-0.075)
+    assert found["v"].relative == pytest.approx(-0.075 / 5.05)
+    assert (found["one"].seeds, found["one"].mean, found["one"].low) == (1, pytest.approx(-1.1), None)
+    assert (found["one"].verdict, found["one"].p) == ("not tested", None)
     assert (found["none"].seeds, found["none"].mean, found["none"].verdict) == (0, None, "not tested")
-    assert found["v"].p_holm == found["v"].p
-
-
-def test_differences_without_spread() -> None:
-    baseline = {0: 5.0, 1: 6.0, 2: 7.0}
-    found = paired_differences(baseline, {"same": baseline, "shifted": {0: 4.5, 1: 5.5, 2: 6.5}})
-    same, shifted = found["same"], found["shifted"]
-    assert (same.p, same.mean, same.low, same.high) == (1, 0, 0, 0)
-    assert (same.verdict, same.seeds_needed) == ("no difference shown", None)
-    assert (shifted.p, shifted.low, shifted.high) == (0, -0.5, -0.5)
-    assert (shifted.verdict, shifted.seeds_needed) == ("better", 2)
 
 
 @pytest.mark.parametrize("lost", [NAN, INF])
@@ -147,7 +139,7 @@ def test_a_diverged_run_is_a_loss_beyond_every_other(lost: float) -> None:
         "always": {0: lost, 1: lost, 2: lost},
     }
     for name, losses in cases.items():
-        found = paired_differences(baseline, {"v": losses})["v"]
+        found = paired(baseline, {"v": losses})["v"]
         huge = [1e12 if loss is lost else loss for loss in losses.values()]
         if name == "always":
             assert (found.p, found.verdict) == (0, "worse")
@@ -155,87 +147,101 @@ def test_a_diverged_run_is_a_loss_beyond_every_other(lost: float) -> None:
             assert found.p == pytest.approx(stats.ttest_rel(huge, list(baseline.values())).pvalue, rel=1e-6)
             assert found.verdict == "no difference shown"
         assert found.diverged == huge.count(1e12)
-        assert (found.mean, found.low, found.relative, found.seeds_needed) == (None,) * 4
-    other_way = paired_differences(cases["always"], {"v": baseline})["v"]
+        assert (found.mean, found.low, found.relative, found.detectable) == (None,) * 4
+    other_way = paired(cases["always"], {"v": baseline})["v"]
     assert (other_way.verdict, other_way.diverged, other_way.baseline_diverged) == ("better", 0, 3)
-    higher = paired_differences(baseline, {"v": cases["always"]}, lower_is_better=False)["v"]
+    higher = paired(baseline, {"v": cases["always"]}, lower_is_better=False)["v"]
     assert higher.verdict == "worse"
 
 
 def test_a_seed_on_which_both_diverged_says_nothing() -> None:
     finite = {0: 5.0, 1: 5.1, 2: 5.2, 3: 5.05}
     ours = {0: 4.9, 1: 5.01, 2: 5.09, 3: 4.96}
-    found = paired_differences({**finite, 4: INF}, {"v": {**ours, 4: NAN}})["v"]
-    assert found.p == pytest.approx(paired_p([*(ours[s] - finite[s] for s in finite), 0.0]))
+    found = paired({**finite, 4: INF}, {"v": {**ours, 4: NAN}})["v"]
+    assert found.p == pytest.approx(over_seeds([*(ours[s] - finite[s] for s in finite), 0.0]).p)
     assert found.p < 0.05
     assert (found.mean, found.diverged, found.baseline_diverged) == (None, 1, 1)
 
 
-def test_seeds_needed_is_the_first_number_with_the_power() -> None:
-    for mean, deviation, level in (
-        (1.0, 1.0, 0.05),
-        (-0.3, 1.0, 0.0125),
-        (1.0, 0.2, 0.01),
-        (0.05, 1.0, 0.05),
-    ):
-        n = seeds_needed(mean, deviation, level)
-        assert n is not None
-        fewer, enough = (
-            stats.nct.sf(stats.t.ppf(1 - level / 2, k - 1), k - 1, abs(mean) / deviation * math.sqrt(k))
-            for k in (n - 1, n)
-        )
-        assert fewer < 0.8 <= enough
-    assert seeds_needed(1.0, 1e-6, 0.05) == 2
-    assert seeds_needed(0.0, 1.0, 0.05) is None
-    # Where the normal distribution stands in, the two agree to a few in ten thousand.
-    assert seeds_needed(0.0281, 1.0, 0.05) == pytest.approx(seeds_needed(0.0280, 1.0, 0.05), rel=0.01)
-    assert seeds_needed(1e-9, 1.0, 0.05) > 10**18
+def test_over_seeds_and_documents_as_worked_by_the_analysis_of_variance() -> None:
+    """Documents of equal length: a table of two factors, whose mean squares are those of the textbook."""
+    draw = np.random.default_rng(0)
+    sums = 10 * (0.02 + draw.normal(0, 0.01, (4, 1)) + draw.normal(0, 0.03, 6) + draw.normal(0, 0.02, (4, 6)))
+    found = over_seeds_and_documents(sums, np.full(6, 10.0))
+    table = sums / 10
+    rest = table - table.mean(1)[:, None] - table.mean(0) + table.mean()
+    a = 6 * table.mean(1).var(ddof=1)
+    b = 4 * table.mean(0).var(ddof=1)
+    e = np.square(rest).sum() / 15
+    assert found.mean == pytest.approx(table.mean())
+    assert found.seeds == VariancePart(pytest.approx(a / 24), 3)  # type: ignore[arg-type]
+    assert found.documents == VariancePart(pytest.approx((b - e) / 24), pytest.approx(5))  # type: ignore[arg-type]
+    assert found.error**2 == pytest.approx((a + b - e) / 24)
+    assert found.components == pytest.approx({"seeds": (a - e) / 6, "documents": (b - e) / 4, "residual": e})
 
 
-def plausible(count: int, trials: int, rate: float) -> bool:
-    """Whether an exact binomial test, at one in a thousand, lets the count come from the rate."""
-    return bool(stats.binomtest(count, trials, rate).pvalue > 0.001)
+def test_a_document_counts_by_its_tokens() -> None:
+    tokens = np.array([10.0, 1000.0])
+    ours = {seed: np.array([50.0, 4000.0 + seed]) for seed in range(3)}
+    theirs = {seed: np.array([60.0, 4100.0]) for seed in range(3)}
+
+    def losses(sums: dict[int, np.ndarray]) -> Losses:
+        return Losses({seed: float(of.sum() / 1010) for seed, of in sums.items()}, sums, tokens)
+
+    found = compare_losses(losses(theirs), {"v": losses(ours)})["v"]
+    assert found.documents == 2
+    assert found.mean == pytest.approx((-10 - 100 + 1) / 1010)
+    without = compare_losses(Losses(losses(theirs).by_seed), {"v": losses(ours)})["v"]
+    assert (without.documents, without.mean) == (None, pytest.approx(found.mean))
+    assert without.error is not None
+    assert found.error is not None
+    assert without.error < found.error  # two documents are few, and that was not known
 
 
-@pytest.mark.parametrize(("seeds", "variants"), [(2, 4), (3, 4), (5, 4), (5, 8)])
-def test_without_a_true_difference_at_most_one_study_in_twenty_claims_one(seeds: int, variants: int) -> None:
-    """Seeds share a part of their loss with every variant, and variants share the baseline, as in a study."""
-    draw, studies = random.Random(17 * seeds + variants), 1000
-    claimed = uncorrected = 0
-    for _ in range(studies):
-        of_seed = [draw.gauss(5.0, 0.05) for _ in range(seeds)]
-        baseline, *others = (
-            {seed: of_seed[seed] + draw.gauss(0, 0.01) for seed in range(seeds)} for _ in range(variants + 1)
-        )
-        found = paired_differences(baseline, {str(k): losses for k, losses in enumerate(others)}).values()
-        claimed += any(row.verdict in ("better", "worse") for row in found)
-        uncorrected += any(row.p is not None and row.p <= 0.05 for row in found)
-    assert stats.binomtest(claimed, studies, 0.05, alternative="greater").pvalue > 0.001
-    assert claimed > 0
-    # The same test would have caught a study that does not correct for its number of variants.
-    assert stats.binomtest(uncorrected, studies, 0.05, alternative="greater").pvalue < 0.001
+def test_an_error_of_two_parts_has_behrens_and_fishers_distribution() -> None:
+    estimate = Estimate(0.02, VariancePart(0.3e-4, 2), VariancePart(0.7e-4, 10))
+    draw = np.random.default_rng(0)
+    errors = math.sqrt(0.3e-4) * draw.standard_t(2, 400_000) + math.sqrt(0.7e-4) * draw.standard_t(
+        10, 400_000
+    )
+    assert estimate.p == pytest.approx((abs(errors) >= 0.02).mean(), rel=0.02)
+    assert estimate.half(0.05) == pytest.approx(np.quantile(abs(errors), 0.95), rel=0.02)
+    assert estimate.tail(estimate.half(1e-4)) == pytest.approx(1e-4, rel=1e-6)
+    one_part = Estimate(0.02, VariancePart(1e-4, 5), VariancePart(1e-12, 50))
+    assert one_part.half(0.05) == pytest.approx(stats.t.ppf(0.975, 5) * 0.01, rel=1e-3)
 
 
-@pytest.mark.parametrize("n", [2, 3, 5])
-def test_intervals_cover_the_truth_as_often_as_they_say(n: int) -> None:
-    draw, trials = random.Random(n), 4000
-    covered = 0
-    for _ in range(trials):
-        found = interval([draw.gauss(-0.02, 0.01) for _ in range(n)])
-        assert found.low is not None
-        assert found.high is not None
-        covered += found.low <= -0.02 <= found.high
-    assert plausible(covered, trials, 0.95)
+def test_the_looks_of_obrien_and_fleming() -> None:
+    """Bounds as published for five equal looks at 5% (DeMets and Lan 1994)."""
+    bounds = stats.norm.isf(np.array(nominal_levels((1, 2, 3, 4, 5), 0.05)) / 2)
+    assert bounds == pytest.approx([4.8769, 3.3569, 2.6803, 2.2898, 2.0310], abs=2e-4)
+    assert nominal_levels((7,), 0.05) == (0.05,)
+    assert sum(nominal_levels((4, 8, 12), 0.01)) > 0.01 > nominal_levels((4, 8, 12), 0.01)[-1]
 
 
-@pytest.mark.parametrize(("effect", "level"), [(0.8, 0.05), (1.5, 0.0125)])
-def test_seeds_needed_give_their_power(effect: float, level: float) -> None:
-    n = seeds_needed(effect, 1.0, level)
-    assert n is not None
-    draw, trials = random.Random(n), 4000
-    shown = sum(paired_p([draw.gauss(effect, 1.0) for _ in range(n)]) <= level for _ in range(trials))
-    assert plausible(shown, trials, power(effect, n, level))
-    assert power(effect, n - 1, level) < 0.8 <= power(effect, n, level)
+def test_a_study_with_looks_stops_for_what_it_has_shown() -> None:
+    draw = np.random.default_rng(0)
+    baseline = dict.fromkeys(range(12), 5.0)
+    clear = {seed: 4.0 + draw.normal(0, 0.01) for seed in range(4)}
+    small = {seed: 4.99 + draw.normal(0, 0.01) for seed in range(12)}
+    variants = {"clear": clear, "small": small}
+    early = paired(baseline, variants, looks=(4, 8, 12), reached=1)
+    assert (early["clear"].verdict, early["clear"].look, early["clear"].seeds) == ("better", 1, 4)
+    assert (early["small"].verdict, early["small"].seeds) == ("no difference shown", 4)
+    late = paired(baseline, variants, looks=(4, 8, 12), reached=3)
+    assert late["clear"] == early["clear"]
+    assert (late["small"].verdict, late["small"].seeds, late["small"].looks) == ("better", 12, 3)
+    assert paired(baseline, variants, looks=(4, 8, 12), reached=0)["clear"].verdict == "not tested"
+
+
+def test_numbers_of_seeds_are_written_in_three_ways() -> None:
+    assert parse_seeds("5") == (5,)
+    assert parse_seeds("4..12") == (4, 8, 12)
+    assert parse_seeds("4..10") == (4, 8, 10)
+    assert parse_seeds("3,5,9") == (3, 5, 9)
+    for text in ("", "0", "x", "12..4", "4..", "5,3", "1..4", "4..2000", "1,2"):
+        with pytest.raises(HeadgateError, match="seeds="):
+            parse_seeds(text)
 
 
 CURVE = [(0.0, 10.0), (100.0, 6.0), (200.0, 7.0), (400.0, 5.0)]

@@ -24,6 +24,7 @@ from headgate.errors import HeadgateError
 from headgate.measure.costs import crossover, step_seconds
 from headgate.mechanisms.contract import on_shelf
 from headgate.report.reading import read_results
+from headgate.train.evaluate import read_document_losses
 from headgate.train.folder import last_step, read_metrics
 
 
@@ -81,15 +82,23 @@ def test_every_run_is_trained_and_in_the_results(study: Path) -> None:
         losses = [run["loss"] for run in variant["runs"]]
         for run in variant["runs"]:
             lines = [line for line in read_metrics(study / run["folder"]) if "validation" in line]
-            assert run["loss"] == lines[-1]["validation"]["loss"]
+            kept = read_document_losses(study / run["folder"])
+            assert kept is not None
+            assert run["loss"] == pytest.approx(kept.loss.sum() / kept.tokens.sum())
+            assert (run["documents"], run["judged_tokens"]) == (len(kept.loss), kept.tokens.sum())
             assert [p["loss"] for p in run["curve"]] == [line["validation"]["loss"] for line in lines]
         assert variant["loss"]["mean"] == pytest.approx(sum(losses) / 2)
-        assert variant["curve"][-1]["mean"] == pytest.approx(variant["loss"]["mean"])
+        ends = [run["curve"][-1]["loss"] for run in variant["runs"]]
+        assert variant["curve"][-1]["mean"] == pytest.approx(sum(ends) / 2)
         assert variant["memory"]["ratio"] > 0
         assert variant["speed"]["low"] <= variant["speed"]["ratio"] <= variant["speed"]["high"]
     full, sparse, _ = results["variants"]
     pairs = [ours["loss"] - theirs["loss"] for ours, theirs in zip(sparse["runs"], full["runs"], strict=True)]
     assert sparse["difference"]["mean"] == pytest.approx(sum(pairs) / 2)
+    assert sparse["difference"]["documents"] == sparse["runs"][0]["documents"] > 2
+    assert [v["tokens_per_second"] / full["tokens_per_second"] for v in results["variants"]] == pytest.approx(
+        [v["speed"]["ratio"] for v in results["variants"]]
+    )
     assert full["difference"] is None
     assert full["speed"]["ratio"] == 1.0
     assert len(sparse["gates"]["heads"]) == 2
@@ -149,6 +158,7 @@ def test_interrupted_and_resumed_it_is_the_same(
     ]
     words += [
         "--no-cost",
+        "--no-controls",
         "--lengths",
         options.lengths,
         "--cost-seconds",
@@ -192,8 +202,14 @@ def test_a_crash_is_reported_and_the_rest_goes_on(data: Path, micro: Config, tmp
     out = tmp_path / "study"
     broken = out / "runs/local/seed-1"
     recipe = write_recipe(micro, tmp_path)
-    options = StudyOptions(recipe=str(recipe), seeds=2, cost=False)
-    run_study(["local"], data, out, SETTINGS, StudyOptions(recipe=str(recipe), seeds=1, cost=False))
+    options = StudyOptions(recipe=str(recipe), seeds="2", cost=False, controls=False)
+    run_study(
+        ["local"],
+        data,
+        out,
+        SETTINGS,
+        StudyOptions(recipe=str(recipe), seeds="1", cost=False, controls=False),
+    )
     broken.mkdir(parents=True)
     (broken / "notes.txt").write_text("in the way")
     assert not run_study(["local"], data, out, SETTINGS, options)
@@ -271,7 +287,6 @@ def test_any_variant_can_be_what_others_are_compared_with(
     assert list(found) == ["full", LABEL]
     forward = results["variants"][1]["difference"]
     assert found["full"].mean == pytest.approx(-forward["mean"])
-    assert found["full"].p == pytest.approx(forward["p"])
     print_against("dynamic-sparse", found)
     assert f"{found['full'].mean:+.4f}" in capsys.readouterr().out
     with pytest.raises(HeadgateError, match="no variant 'dynamic'; did you mean 'dynamic-sparse'"):
@@ -311,7 +326,9 @@ def test_equal_seconds_give_slower_variants_fewer_steps(
     assert min(measured.values()) > 0
     monkeypatch.setattr(study_module, "step_seconds", lambda *_: {"full": 0.5, "sparse-geometric": 1.6})
     out = tmp_path / "study"
-    options = StudyOptions(recipe=str(write_recipe(micro, tmp_path)), seeds=1, cost=False, budget="seconds")
+    options = StudyOptions(
+        recipe=str(write_recipe(micro, tmp_path)), seeds="1", cost=False, budget="seconds", controls=False
+    )
     assert run_study(["sparse-geometric"], data, out, ["train.steps=16", "train.context=48"], options)
     results = read_results(out)
     steps = {v["label"]: v["steps"] for v in results["variants"]}
@@ -322,12 +339,12 @@ def test_equal_seconds_give_slower_variants_fewer_steps(
 
 @pytest.mark.parametrize(
     ("ratio", "low", "high", "between"),
-    [(0.75, 0.7, 0.8, [4, 8]), (0.9, 0.8, 1.1, [8]), (2.0, 1.9, 2.1, [8])],
+    [(0.75, 0.7, 0.8, [4, 8]), (2.0, 1.9, 2.1, [8])],
 )
 def test_at_equal_seconds_speeds_count_by_their_ratio(
     study: Path, tmp_path: Path, ratio: float, low: float, high: float, between: list[int]
 ) -> None:
-    """And only where it is shown to differ; seconds of different rounds of measuring are not compared."""
+    """Seconds of different rounds of measuring are not compared."""
     out = tmp_path / "study"
     shutil.copytree(study, out)
     costs = json.loads((out / "costs.json").read_text())
@@ -383,7 +400,17 @@ def test_crossovers_are_found_by_measuring() -> None:
 def test_a_killed_study_takes_its_runs_with_it(data: Path, micro: Config, tmp_path: Path) -> None:
     out = tmp_path / "study"
     words = ["compare", "local", "--recipe", str(write_recipe(micro, tmp_path)), "--data", str(data)]
-    words += ["--out", str(out), "--seeds", "1", "--jobs", "1", "--no-cost", "train.steps=100000"]
+    words += [
+        "--out",
+        str(out),
+        "--seeds",
+        "1",
+        "--jobs",
+        "1",
+        "--no-cost",
+        "--no-controls",
+        "train.steps=100000",
+    ]
     process = subprocess.Popen([sys.executable, "-m", "headgate", *words], stderr=subprocess.DEVNULL)
     run = out / "runs/full/seed-0"
     wait_until(lambda: last_step(run) >= 2, process)

@@ -23,7 +23,7 @@ class Markov(DrawnTask):
     """
 
     small: ClassVar[Mapping[str, Any]] = {"states": 3, "length": 20}
-    suite: ClassVar[SuiteSize] = SuiteSize({"states": 4}, steps=300, quick=True)
+    suite: ClassVar[SuiteSize] = SuiteSize({"states": 4}, quick=True)
     judged_by: ClassVar[Literal["accuracy", "loss"]] = "loss"
 
     order: int = 1

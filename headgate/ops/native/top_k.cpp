@@ -1,7 +1,8 @@
 // Attention over the keys of highest logit, exactly; ties go to the later key.
 //
 // Scores are computed in tiles, the latest keys first, and of each query those above the lowest of its best so
-// far go to a short list, which is cut back to the best whenever it is full. All else is work on k_i keys: they
+// far go to a short list, which is cut back to the best whenever it is full. Where that begins is found by
+// bisection over the first tiles, all lanes at once, so that few go to the list in vain. All else is work on k_i keys: they
 // are few, so values and gradients are gathered and scattered row by row. What the backward pass needs to know
 // of the choice is each query's last chosen key and its score; it computes the scores anew, by the same code.
 #include "parallel.h"
@@ -20,6 +21,8 @@ struct TopKCall {
 };
 
 namespace {
+
+constexpr int SPAN = 4 * CHUNK;  // keys whose scores are held at once
 
 // A score and its key as one number that is higher for the better: the later key wins a tie. NaN is the best.
 uint64_t entry(float score, int32_t key) {
@@ -60,9 +63,9 @@ struct TopK {
           count(int(std::min<int64_t>(BLOCK, t.span.queries - query))),
           most(t.counts[query + count - 1]) {
         const size_t weighed = Pieces::rounded(most + LANES);
-        Pieces pieces(Scratch::of_thread().floats(2 * BLOCK * D + CHUNK * (BLOCK + D) + 2 * weighed));
+        Pieces pieces(Scratch::of_thread().floats(2 * BLOCK * D + SPAN * BLOCK + CHUNK * D + 2 * weighed));
         rows = pieces.take(BLOCK * D), q_lanes = pieces.take(BLOCK * D);
-        s = pieces.take(CHUNK * BLOCK), k_room = pieces.take(CHUNK * D);
+        s = pieces.take(SPAN * BLOCK), k_room = pieces.take(CHUNK * D);
         weights = pieces.take(weighed), d_weights = pieces.take(weighed);
         query_rows<D>(call.q, b, h, first, count, 1.0f, rows);
         transpose<D, BLOCK>(rows, q_lanes, BLOCK);
@@ -75,36 +78,65 @@ struct TopK {
 
     static float log2_scale() { return LOG2E / std::sqrt(float(D)); }
 
-    // q . k of a chunk of keys, without the scale, whose rounding would break ties; one function for both
-    // passes, which must agree on every bit.
-    __attribute__((noinline)) void score(int chunk, int keys) {
-        const float* k = key_rows<D>(call.k, b, g, chunk, keys, call.keys, k_room);
-        for_panels<BLOCK>(count, [&](int lane, auto n) {
-            const Rows seen(segment, lane, n() * LANES, chunk, keys);
-            scores<D, n()>(NoBias(), k, q_lanes, s, seen, segment, lane, chunk);
-        });
+    // q . k of SPAN keys, without the scale, whose rounding would break ties; one function for both passes,
+    // which must agree on every bit.
+    __attribute__((noinline)) void score(int first_key, int keys) {
+        for (int chunk = 0; chunk < keys; chunk += CHUNK) {
+            const int count_here = std::min(CHUNK, keys - chunk), at = first_key + chunk;
+            const float* k = key_rows<D>(call.k, b, g, at, count_here, call.keys, k_room);
+            for_panels<BLOCK>(count, [&](int lane, auto n) {
+                Rows all;
+                all.end = up_to_rows(count_here);
+                scores<D, n()>(NoBias(), k, q_lanes, s + chunk * BLOCK, all, segment, lane, at);
+            });
+        }
     }
 
-    // take(i, key, score) for the pairs of which wanted(scores, key, lane), a comparison of vectors, is true.
-    template <class Wanted, class Take>
-    void each(const Wanted& wanted, const Take& take) {
-        const int last = (segment.end - 1) / CHUNK * CHUNK;
-        for (int chunk = last; chunk >= 0; chunk -= CHUNK) {
-            const int keys = std::min(CHUNK, segment.end - chunk);
-            score(chunk, keys);
-            for_panels<BLOCK>(count, [&](int lane, auto n) {
-                const Rows seen(segment, lane, n() * LANES, chunk, keys);
-                for (int r = std::min(seen.end, keys) - 1; r >= seen.begin; --r)
-                    for (int j = 0; j < n(); ++j) {
-                        const int at = lane + j * LANES;
-                        const float* row = s + r * BLOCK + at;
-                        for (unsigned found = bits(wanted(load(row), chunk + r, at)); found;
-                             found &= found - 1) {
-                            const int i = __builtin_ctz(found);
-                            take(at + i, chunk + r, row[i]);
-                        }
+    // take(i, key, score) for the pairs of which wanted(scores, key, lane), a comparison of vectors, is true;
+    // begin(keys) when the first scores are there.
+    template <class Begin, class Wanted, class Take>
+    void each(const Begin& begin, const Wanted& wanted, const Take& take) {
+        const int last = (segment.end - 1) / SPAN * SPAN;
+        for (int at = last; at >= 0; at -= SPAN) {
+            const int keys = std::min(SPAN, segment.end - at);
+            score(at, keys);
+            if (at == last) begin(keys);
+            for (int r = keys - 1; r >= 0; --r)
+                for (int lane = 0; lane < count; lane += LANES) {
+                    const float* row = s + r * BLOCK + lane;
+                    for (unsigned found = bits(wanted(load(row), at + r, lane)); found; found &= found - 1) {
+                        const int i = __builtin_ctz(found);
+                        take(lane + i, at + r, row[i]);
                     }
-            });
+                }
+        }
+    }
+
+    // Below the lowest of each query's best among the keys at hand, and not far; -inf where these are too few.
+    void find_lowest(int keys, float* lowest) {
+        for (int lane = 0; lane < count; lane += LANES) {
+            const vec none = broadcast(-__builtin_inff());
+            vec high = none, low = -none;
+            for (int r = 0; r < keys; ++r) {
+                const vec score = load(s + r * BLOCK + lane);
+                high = max(score, high), low = min(select((ivec)(score > none), score, low), low);
+            }
+            ivec wanted;
+            for (int i = 0; i < LANES; ++i) wanted[i] = top.counts[first + std::min(lane + i, count - 1)];
+            auto reached = [&](vec border) {
+                ivec found{};
+                for (int r = 0; r < keys; ++r) found -= (ivec)(load(s + r * BLOCK + lane) >= border);
+                return (ivec)(found >= wanted);
+            };
+            const ivec enough = reached(low);
+            for (int n = 0; n < 8; ++n) {
+                const vec middle = low + (high - low) * 0.5f;
+                const ivec here = reached(middle);
+                low = select(here, middle, low), high = select(here, high, middle);
+            }
+            // What equals the border must pass: the next number below it.
+            const vec below = low - max(low, -low) * 2.4e-7f - 1e-37f;
+            store(lowest + lane, select(enough, below, none));
         }
     }
 
@@ -118,7 +150,8 @@ struct TopK {
     void forward() {
         alignas(64) float lowest[BLOCK];
         std::fill(lowest, lowest + BLOCK, -__builtin_inff());
-        each([&](vec scores, int, int lane) { return ~(ivec)(scores <= load(lowest + lane)); },
+        each([&](int keys) { find_lowest(keys, lowest); },
+             [&](vec scores, int, int lane) { return ~(ivec)(scores <= load(lowest + lane)); },
              [&](int i, int key, float score) {
                  if (i >= count) return;
                  list(i)[sizes[i]++] = entry(score, key);
@@ -168,7 +201,8 @@ struct TopK {
             const uint64_t border = i < count ? top.borders[call.per_query(b, h, first + i)] : ~uint64_t(0);
             lowest[i] = i < count ? score_of(border) : __builtin_inff(), last_key[i] = key_of(border);
         }
-        each([&](vec scores, int key, int lane) {
+        each([](int) {},
+             [&](vec scores, int key, int lane) {
                  const vec least = load(lowest + lane);
                  return (scores > least) |
                         ((scores == least) & (broadcast(int32_t(key)) >= load(last_key + lane)));

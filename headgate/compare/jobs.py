@@ -1,0 +1,161 @@
+"""A job: one run of a study, as `headgate train` is asked for it; and what carries jobs out.
+
+A study is lists of jobs, phase after phase. What has been done stands in the run folders alone, so a list may
+name jobs that are finished, and a study that was stopped makes the same lists again.
+"""
+
+import math
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from headgate import files
+from headgate.compare.executors.executor import STOPPED, Executor, run_tasks
+from headgate.compare.executors.leases import read_holder
+from headgate.compare.executors.worker import Task, lease_folder
+from headgate.compare.progress import StudyProgress
+from headgate.compare.variants import Variant
+from headgate.train.checkpoint import saved_steps
+from headgate.train.folder import RunFolder, last_step, read_metrics
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """A run of a variant with a seed."""
+
+    variant: Variant
+    seed: int
+    folder: Path
+    log: Path
+    steps: int
+    """Of its schedule."""
+    settings: tuple[str, ...] = ()
+    """Changes to the study's config, beside the mechanism and the seed."""
+    until: int | None = None
+    """Stop after this step, to be resumed or not."""
+    purpose: str = ""
+    """What it is for, if not to be judged."""
+
+    @property
+    def name(self) -> str:
+        return ", ".join(filter(None, (self.purpose, self.variant.label, f"seed {self.seed}")))
+
+    @property
+    def end(self) -> int:
+        return self.steps if self.until is None else min(self.until, self.steps)
+
+    @property
+    def finished(self) -> bool:
+        if (self.folder / "summary.json").is_file():
+            return True
+        return self.end < self.steps and max(saved_steps(RunFolder(self.folder)), default=0) >= self.end
+
+    @property
+    def key(self) -> str:
+        """A file name of its own within the study."""
+        return self.log.stem
+
+    @property
+    def failed(self) -> bool:
+        """Whether its process has ended by itself, and not well."""
+        _, holder = read_holder(lease_folder(self.log.parents[1], self.key))
+        return holder is not None and holder.ended not in (None, 0, *STOPPED)
+
+    def command(self, study_folder: Path, data: str) -> list[str]:
+        """The words after `headgate` that train it."""
+        words = ["train", str(study_folder / "config.json"), "--data", data, "--out", str(self.folder)]
+        words += [f"model.mechanism={self.variant.pattern}", f"seed={self.seed}", *self.settings]
+        return words if self.end == self.steps else [*words, "--until", str(self.end)]
+
+
+class RunsJobs(Protocol):
+    def run(self, jobs: Sequence[Job], progress: StudyProgress) -> list[Job]:
+        """Train those that are not finished; one that fails does not stop the others. Returns those that
+        failed."""
+        ...
+
+
+@dataclass(frozen=True)
+class JobRunner:
+    """Has an engine carry out the jobs of a study."""
+
+    study_folder: Path
+    data: str
+    threads: int
+    """Of each run."""
+    executor: Executor
+
+    def run(self, jobs: Sequence[Job], progress: StudyProgress) -> list[Job]:
+        waiting = {job.key: job for job in jobs if not job.finished}
+        settled = sum(job.end for job in jobs if job.finished)
+        begun = sum(min(last_step(job.folder), job.end) for job in waiting.values())
+        progress.begin_runs(
+            total=sum(job.end for job in jobs), done=settled + begun, runs=len(jobs), left=len(waiting)
+        )
+        for job in waiting.values():
+            for parent in reversed(list(job.folder.relative_to(self.study_folder).parents)[:-1]):
+                files.own_folder(self.study_folder / parent)
+
+        def ended(task: Task, finished: bool) -> None:
+            nonlocal settled
+            job = waiting[task.key]
+            settled += job.end
+            if finished:
+                progress.finished(job.name, last_loss(job))
+            else:
+                progress.failed(job.name, failure(job.log))
+
+        def looked(running: Sequence[Task]) -> None:
+            done = sum(min(last_step(task.folder), waiting[task.key].end) for task in running)
+            progress.update_runs(settled + done, [task.name for task in running])
+
+        tasks = [self._task(job) for job in waiting.values()]
+        with _interruptible():
+            failed = run_tasks(
+                self.executor,
+                self.study_folder,
+                tasks,
+                lambda task: waiting[task.key].finished,
+                ended,
+                looked,
+            )
+        return [waiting[task.key] for task in failed]
+
+    def _task(self, job: Job) -> Task:
+        words = tuple(job.command(self.study_folder, self.data))
+        return Task(job.key, job.name, words, str(job.folder), str(job.log), self.threads)
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGTERM acts like Ctrl-C."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    main = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    if main:
+        signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        if main:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def last_loss(job: Job) -> float:
+    """Of its last evaluation; not a number if there is none."""
+    evaluated = [line for line in read_metrics(job.folder) if "validation" in line]
+    loss = evaluated[-1]["validation"]["loss"] if evaluated else None
+    return math.nan if loss is None else float(loss)
+
+
+def failure(log: Path) -> str:
+    """Why a run failed: the last line its process wrote."""
+    if not log.is_file():
+        return "it was not started"
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
+    return next((line for line in reversed(lines) if line), "it wrote nothing").removeprefix("headgate: ")

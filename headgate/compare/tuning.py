@@ -1,0 +1,233 @@
+"""Equal tuning: each variant gets the same trials, on seeds that judge nothing.
+
+Successive halving: all trials run to a quarter of their steps, the better half goes on to one half, and the
+better half of those to the end, where the lowest loss wins. A trial has one schedule, that of the whole run;
+it is stopped at a rung and resumed from there, so nothing is trained twice. Early losses are those of a
+learning rate that is still high, which is to the disadvantage of large ones; so only half is left out each
+time, and never the last two.
+
+Where a winner stands at the edge of the space, and staying inside would have cost it more than `EDGE_GAIN`,
+the space is extended there, for all variants, at most `EXTENSIONS` times. All of it follows from the runs in
+the study folder, so a study that was stopped finds the same winners.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from headgate.compare.folder import Study, StudyFolder
+from headgate.compare.jobs import Job, RunsJobs
+from headgate.compare.progress import StudyProgress
+from headgate.compare.space import Dimension, Trial, draw_beyond, draw_trials, own_dimensions, parse_space
+from headgate.compare.variants import Variant
+from headgate.config import MOST_SEEDS, Config
+from headgate.train.folder import read_metrics
+
+RUNGS = (0.25, 0.5, 1.0)
+"""Shares of a run's steps at which trials are compared."""
+LEAST = 2
+"""So many trials of each variant are always trained to the end."""
+EDGE_GAIN = 0.01
+"""Nats a token."""
+EXTENSIONS = 2
+TUNING_SEED = MOST_SEEDS
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What a trial reached: the loss at each rung that it came to; infinite if it failed or diverged."""
+
+    trial: Trial
+    losses: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A variant's trials and the winner among them."""
+
+    label: str
+    tried: tuple[Tried, ...]
+    edges: tuple[tuple[str, str], ...]
+    """(setting, low or high) where the winner stands at the edge and inside would have cost it something."""
+
+    @property
+    def winner(self) -> Trial:
+        """The recipe as it stands if every trial failed."""
+        last = max(len(tried.losses) for tried in self.tried)
+        final = [tried for tried in self.tried if len(tried.losses) == last]
+        best = min(final, key=lambda tried: (tried.losses[-1], tried.trial.number))
+        return best.trial if math.isfinite(best.losses[-1]) else Trial(0)
+
+    def expected_best(self) -> list[float | None]:
+        """The mean of the best of n trials taken at random, for n = 1, 2, ...: losses at the first rung."""
+        losses = sorted(tried.losses[0] for tried in self.tried if tried.losses)
+        count = len(losses)
+        found: list[float | None] = []
+        for n in range(1, count + 1):
+            mean = 0.0
+            for rank, loss in enumerate(losses):
+                weight = math.comb(count - rank - 1, n - 1) / math.comb(count, n)
+                mean += weight * loss if weight else 0.0
+            found.append(mean if math.isfinite(mean) else None)
+        return found
+
+
+@dataclass
+class Tuner:
+    """Tunes the variants of a study; without a runner it only reads what there is."""
+
+    folder: StudyFolder
+    study: Study
+    base: Config
+    runner: RunsJobs | None
+    progress: StudyProgress | None
+    space: tuple[Dimension, ...] = field(init=False)
+    complete: bool = field(init=False, default=True)
+    """Whether every trial that was due has run."""
+
+    def __post_init__(self) -> None:
+        self.space = parse_space(self.study.space, self.base)
+
+    def tune(self) -> dict[str, Tuned]:
+        """By label."""
+        own = {variant.label: own_dimensions(variant) for variant in self.study.variants}
+        trials = {label: draw_trials(self.space, mine, self.study.tune) for label, mine in own.items()}
+        tried = self.halve(trials)
+        is_grid = all(dimension.choices for dimension in self.space)
+        for round_ in range(1, EXTENSIONS + 1):
+            edges = sorted({edge for label in trials for edge in self.edges(tried[label])})
+            if not edges or is_grid or not self.complete:
+                break
+            if self.progress is not None and self.runner is not None:
+                named = ", ".join(f"{setting} at its {side} edge" for setting, side in edges)
+                self.progress.note(f"an optimum lies at an edge ({named}): the space is extended for all")
+            first = max(trial.number for mine in trials.values() for trial in mine) + 1
+            count = max(LEAST, self.study.tune // 2)
+            more = {
+                label: draw_beyond(self.space, own[label], edges, count, first, round_) for label in trials
+            }
+            found = self.halve(more)
+            for label in trials:
+                trials[label] += more[label]
+                tried[label] += found[label]
+            self.space = tuple(self._extended(dimension, edges) for dimension in self.space)
+        return {label: Tuned(label, tuple(mine), tuple(self.edges(mine))) for label, mine in tried.items()}
+
+    def _extended(self, dimension: Dimension, edges: Sequence[tuple[str, str]]) -> Dimension:
+        for setting, side in edges:
+            if setting == dimension.setting:
+                past = dimension.beyond(side)
+                ends = min(past.low, dimension.low), max(past.high, dimension.high)
+                dimension = Dimension(setting, *ends)
+        return dimension
+
+    def halve(self, trials: Mapping[str, Sequence[Trial]]) -> dict[str, list[Tried]]:
+        """Take the trials of every variant through the rungs."""
+        variants = {variant.label: variant for variant in self.study.variants}
+        left = {label: list(mine) for label, mine in trials.items()}
+        losses: dict[tuple[str, int], list[float]] = {
+            (label, trial.number): [] for label, mine in trials.items() for trial in mine
+        }
+        for rung in range(len(RUNGS)):
+            jobs = {
+                (label, trial.number): self.jobs(variants[label], trial, rung)
+                for number in range(max(map(len, left.values())))
+                for label, mine in left.items()
+                for trial in mine[number : number + 1]
+            }
+            everything = [job for of_trial in jobs.values() for job in of_trial]
+            if self.runner is not None and self.progress is not None:
+                self.runner.run(everything, self.progress)
+            elif not all(job.finished or job.failed for job in everything):
+                self.complete = False
+            for key, of_trial in jobs.items():
+                losses[key].append(fmean(loss_at(job) for job in of_trial))
+            for label, mine in left.items():
+                keep = max(LEAST, math.ceil(len(mine) / 2))
+                mine.sort(key=lambda trial: (losses[label, trial.number][-1], trial.number))
+                left[label] = sorted(mine[:keep], key=lambda trial: trial.number)
+        return {
+            label: [Tried(trial, tuple(losses[label, trial.number])) for trial in mine]
+            for label, mine in trials.items()
+        }
+
+    def jobs(self, variant: Variant, trial: Trial, rung: int) -> list[Job]:
+        """A trial's runs, one for each tuning seed, as far as this rung."""
+        changed, settings = trial.of(variant)
+        steps = self.study.steps.get(variant.label, self.base.train.steps)
+        first = max(1, round(RUNGS[0] * steps))
+        until = steps if RUNGS[rung] == 1 else min(steps, round(RUNGS[rung] / RUNGS[0]) * first)
+        cheap = (f"train.evaluate_every={first}", f"train.document_tokens={self.base.train.evaluate_tokens}")
+        return [
+            self.folder.job(
+                self.study,
+                self.base,
+                changed,
+                TUNING_SEED + seed,
+                f"tuning/trial-{trial.number}",
+                (*settings, *cheap),
+                until=until,
+                purpose=f"trial {trial.number}",
+            )
+            for seed in range(self.study.tuning_seeds)
+        ]
+
+    def edges(self, tried: Sequence[Tried]) -> list[tuple[str, str]]:
+        """Where the winner stands at the edge of the space, as far as that matters."""
+        best = Tuned("", tuple(tried), ()).winner
+        winner = next((one for one in tried if one.trial.number == best.number), None)
+        if winner is None or not best.settings:
+            return []
+        found = []
+        for dimension in self.space:
+            side = dimension.side(best.settings[dimension.setting])
+            if side is None:
+                continue
+            costs = []
+            for one in tried:
+                value = one.trial.settings.get(dimension.setting)
+                if value is not None and dimension.side(value) != side:
+                    rung = min(len(one.losses), len(winner.losses)) - 1
+                    costs.append(one.losses[rung] - winner.losses[rung])
+            if costs and min(costs) > EDGE_GAIN:
+                found.append((dimension.setting, side))
+        return found
+
+
+def loss_at(job: Job) -> float:
+    """The validation loss at the step that a job goes to; infinite if it did not get there."""
+    lines = (line for line in read_metrics(job.folder) if line["step"] == job.end and "validation" in line)
+    loss = next((line["validation"]["loss"] for line in lines), None)
+    return math.inf if loss is None else float(loss)
+
+
+def tuning_results(tuner: Tuner, tuned: Mapping[str, Tuned]) -> dict[str, Any]:
+    """For results.json."""
+    return {
+        "trials": tuner.study.tune,
+        "seeds": tuner.study.tuning_seeds,
+        "rungs": list(RUNGS),
+        "space": [dimension.written() for dimension in tuner.space],
+        "complete": tuner.complete,
+        "variants": [
+            {
+                "label": one.label,
+                "winner": one.winner.number,
+                "settings": dict(one.winner.settings),
+                "edges": [f"{setting} at its {side} edge" for setting, side in one.edges],
+                "expected_best": one.expected_best(),
+                "trials": [
+                    {
+                        "number": tried.trial.number,
+                        "round": tried.trial.round,
+                        "settings": dict(tried.trial.settings),
+                        "losses": list(tried.losses),
+                    }
+                    for tried in one.tried
+                ],
+            }
+            for one in tuned.values()
+        ],
+    }

@@ -1,0 +1,194 @@
+"""Tuning: the same draws for all, halving that resumes, edges, the same winner however it was interrupted."""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headgate.compare.folder import Study, StudyFolder
+from headgate.compare.jobs import Job
+from headgate.compare.progress import StudyProgress
+from headgate.compare.space import Dimension, Trial, draw_trials, own_dimensions, parse_space
+from headgate.compare.tuning import RUNGS, TUNING_SEED, Tried, Tuned, Tuner, tuning_results
+from headgate.compare.variants import Variant, parse_variants
+from headgate.config import Config, StudyOptions
+from headgate.errors import HeadgateError
+from headgate.train.folder import DataRecord
+
+SPACE = "train.learning_rate=1e-3..1e-1"
+Loss = Callable[[str, float, int], float]
+"""Of a variant's label, its learning rate, and the step."""
+
+
+class Stopped(Exception):
+    """A study that is stopped."""
+
+
+class Pretence:
+    """Instead of training, writes what a run would have logged: the loss is a function of the settings."""
+
+    def __init__(self, loss: Loss, most: float = math.inf) -> None:
+        self.loss, self.left = loss, most
+        self.steps: dict[Path, list[int]] = {}
+        """Of each run: the steps from which it was started."""
+
+    def run(self, jobs: Sequence[Job], progress: StudyProgress) -> list[Job]:
+        for job in jobs:
+            if job.finished:
+                continue
+            if self.left <= 0:
+                raise Stopped
+            self.left -= 1
+            rates = [float(s.partition("=")[2]) for s in job.settings if s.startswith("train.learning_rate=")]
+            loss = self.loss(job.variant.label, rates[-1] if rates else 0.02, job.end)
+            saved = [int(path.name[5:]) for path in job.folder.glob("checkpoints/step-*")]
+            self.steps.setdefault(job.folder, []).append(max(saved, default=0))
+            (job.folder / "checkpoints" / f"step-{job.end:08d}").mkdir(parents=True)
+            line = {"step": job.end, "validation": {"loss": loss if math.isfinite(loss) else None}}
+            with (job.folder / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            if job.end == job.steps:
+                (job.folder / "summary.json").write_text("{}")
+        return []
+
+
+@pytest.fixture
+def tuner(micro: Config, tmp_path: Path) -> Callable[..., Tuner]:
+    def make(executor: Pretence | None, tune: int = 8, space: str = SPACE, where: str = "study") -> Tuner:
+        data = DataRecord("data", "0", 257, 1000, 1000)
+        variants = parse_variants(["local"], micro.model)
+        study = Study("micro", data, variants, seeds=2, tune=tune, space=space)
+        base = replace(micro, train=replace(micro.train, steps=40, learning_rate=0.02))
+        return Tuner(StudyFolder(tmp_path / where), study, base, executor, StudyProgress(shown=False))
+
+    return make
+
+
+def valley(label: str, rate: float, step: int) -> float:
+    """Lowest at 0.01 for full and at 0.03 for local."""
+    best = {"full": 0.01, "local": 0.03}[label]
+    return 5 + math.log(rate / best) ** 2 - 0.01 * step
+
+
+def test_trials_are_the_same_for_all_and_the_first_is_the_recipe(micro: Config) -> None:
+    space = parse_space("", micro)
+    assert [d.setting for d in space] == [
+        "train.learning_rate", "train.attention_output_rate", "model.rope_theta"
+    ]  # fmt: skip
+    own = own_dimensions(Variant.parse("near-far"))
+    assert [d.setting for d in own] == ["mechanism.opening"]
+    assert own_dimensions(Variant.parse("near-far:half-open")) == ()  # it is set already
+    plain, more = draw_trials(space, (), 16), draw_trials(space, own, 16)
+    assert plain[0] == more[0] == Trial(0)
+    for one, other in zip(plain[1:], more[1:], strict=True):
+        assert one.settings.items() <= other.settings.items()
+        changed, words = other.of(Variant.parse("near-far"))
+        assert changed.mechanism[0].options == {"opening": other.settings["mechanism.opening"]}
+        assert len(words) == 3
+    rates = sorted(trial.settings["train.learning_rate"] for trial in plain[1:])
+    assert (rates[0], rates[7], rates[-1]) == pytest.approx(  # even in the logarithm
+        (0.01 / 4 * 16 ** (1 / 16), 0.01, 0.01 * 4 / 16 ** (1 / 16)), rel=1e-3
+    )
+
+
+def test_a_list_for_every_setting_is_a_grid(micro: Config) -> None:
+    space = parse_space("train.learning_rate=[0.001,0.01],model.rope_theta=[100,10000]", micro)
+    trials = draw_trials(space, (), 4)
+    assert trials[2].settings == {"train.learning_rate": 0.01, "model.rope_theta": 100}
+    with pytest.raises(HeadgateError, match="tune=3 does not fit the space, a grid of 4 points"):
+        draw_trials(space, (), 3)
+
+
+@pytest.mark.parametrize(
+    ("space", "message"),
+    [
+        ("train.learning_rate", "has no range"),
+        ("train.learning_rate=1..0.1", "is no range above 0"),
+        ("train.learning_rate=0..1", "is no range above 0"),
+        ("train.learning_rat=1e-3..1", "did you mean 'learning_rate'"),
+        ("train.learning_rate=abc", "is no range above 0"),
+    ],
+)
+def test_a_bad_space_is_refused(space: str, message: str, micro: Config) -> None:
+    with pytest.raises(HeadgateError, match=message):
+        parse_space(space, micro)
+    for options in ({"tune": 1}, {"space": SPACE}, {"published": False}, {"tune": -1}):
+        with pytest.raises(HeadgateError):
+            StudyOptions(**options)  # type: ignore[arg-type]
+
+
+def test_halving_resumes_and_finds_each_its_best(tuner: Callable[..., Tuner]) -> None:
+    executor = Pretence(valley)
+    tuned = tuner(executor).tune()
+    for label, best in (("full", 0.01), ("local", 0.03)):
+        tried = tuned[label].tried
+        assert sorted(len(one.losses) for one in tried) == [1] * 4 + [2] * 2 + [3] * 2
+        rates = {one.trial.number: one.trial.settings.get("train.learning_rate", 0.02) for one in tried}
+        nearest = min(rates, key=lambda number: abs(math.log(rates[number] / best)))
+        assert tuned[label].winner.number == nearest
+        assert tuned[label].edges == ()
+    assert sorted(executor.steps.values()) == [[0]] * 8 + [[0, 10]] * 4 + [[0, 10, 20]] * 4
+    assert all(f"seed-{TUNING_SEED}" in str(folder) for folder in executor.steps)
+
+
+@pytest.mark.parametrize("most", [1, 7, 17, 20, 24])
+def test_interrupted_anywhere_it_finds_the_same_winner(tuner: Callable[..., Tuner], most: int) -> None:
+    truth = tuner(Pretence(valley)).tune()
+    with pytest.raises(Stopped):
+        tuner(Pretence(valley, most), where="other").tune()
+    reading = tuner(None, where="other")
+    reading.tune()
+    assert not reading.complete
+    again = Pretence(valley)
+    assert tuner(again, where="other").tune() == truth
+    assert sum(map(len, again.steps.values())) == 8 * 2 + 4 * 2 + 2 * 2 - most
+    reading = tuner(None, where="other")
+    assert reading.tune() == truth
+    assert reading.complete
+    written: Any = tuning_results(reading, truth)
+    assert written["space"] == ["train.learning_rate=0.001..0.1"]
+    assert [one["winner"] for one in written["variants"]] == [one.winner.number for one in truth.values()]
+
+
+def test_an_optimum_at_the_edge_extends_the_space_for_all(tuner: Callable[..., Tuner]) -> None:
+    def low(label: str, rate: float, step: int) -> float:
+        return 5 + math.log(rate / {"full": 0.02, "local": 0.0003}[label]) ** 2
+
+    one = tuner(Pretence(low), tune=16)
+    tuned = one.tune()
+    assert (one.space[0].low, one.space[0].high) == (pytest.approx(1e-4), 0.1)
+    assert tuned["local"].winner.round == 1
+    assert tuned["local"].winner.settings["train.learning_rate"] == pytest.approx(0.0003, rel=0.3)
+    numbers = [[tried.trial.number for tried in tuned[label].tried] for label in ("full", "local")]
+    assert numbers[0] == numbers[1] == list(range(24))
+    settings = [[tried.trial.settings for tried in tuned[label].tried] for label in ("full", "local")]
+    assert settings[0] == settings[1]
+    assert tuned["full"].winner.round == 0
+
+    endless = tuner(Pretence(lambda label, rate, step: 5 + math.log(rate)), where="endless").tune()
+    assert endless["full"].edges == (("train.learning_rate", "low"),)  # still there: flagged
+    flat = tuner(Pretence(lambda label, rate, step: 5 + 1e-4 * math.log(rate)), where="flat")
+    assert flat.tune()["full"].edges == ()
+    assert flat.space[0].low == 0.001
+
+
+def test_trials_that_diverge_lose(tuner: Callable[..., Tuner]) -> None:
+    def fragile(label: str, rate: float, step: int) -> float:
+        return math.inf if rate > 0.005 else 5 + rate
+
+    tuned = tuner(Pretence(fragile), where="fragile").tune()
+    assert tuned["full"].winner.settings["train.learning_rate"] <= 0.005
+    none = tuner(Pretence(lambda *_: math.inf), where="none").tune()
+    assert none["full"].winner == Trial(0)
+
+
+def test_the_expected_best_of_n_trials() -> None:
+    tried = tuple(Tried(Trial(n), (loss,)) for n, loss in enumerate((3.0, 1.0, 2.0)))
+    found = Tuned("v", tried, ()).expected_best()
+    assert found == pytest.approx([2.0, (1 + 1 + 2) / 3, 1.0])
+    assert len(RUNGS) == 3
+    assert Dimension("x", 1.0, 100.0).beyond("high") == Dimension("x", 100.0, 1000.0)
