@@ -23,9 +23,11 @@ demo: $(READY)
 	$(BIN)/headgate prepare stdlib $(DEMO)/text-data --tokenizer byte --max-tokens 4000000
 	$(BIN)/headgate prepare $(RECALL_TASK) $(DEMO)/recall-data
 	$(BIN)/headgate compare "local:window=16@window of 16" "local:window=0@no attention" \
-		--recipe examples/demo/recall.json --data $(DEMO)/recall-data --out $(DEMO)/recall --no-cost
+		--recipe examples/demo/recall.json --data $(DEMO)/recall-data --out $(DEMO)/recall --no-cost \
+		train.document_tokens=16384
 	$(BIN)/headgate compare "local:window=32@window of 32" "local:window=0@no attention" \
-		--recipe examples/demo/text.json --data $(DEMO)/text-data --out $(DEMO)/text --lengths 256,1024 --cost-seconds 0.3
+		--recipe examples/demo/text.json --data $(DEMO)/text-data --out $(DEMO)/text --lengths 256,1024 --cost-seconds 0.3 \
+		--no-controls train.document_tokens=65536
 	$(BIN)/python examples/demo/closing.py $(DEMO)
 
 include studies/first/study.mk
