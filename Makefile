@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 
 NATIVE := $(wildcard headgate/ops/native/*.cpp headgate/ops/native/*.h)
 
-.PHONY: demo test test-gpu lint sanitize clean
+.PHONY: demo test test-gpu lint sanitize instrument clean
 .DELETE_ON_ERROR:
 
 $(READY): pyproject.toml setup.py constraints.txt headgate/version.py $(NATIVE)
@@ -41,6 +41,10 @@ test: $(READY)
 # gpu-report.json and gpu-report.md. Without a GPU it says so and ends with code 2.
 test-gpu: $(READY)
 	$(BIN)/python benchmarks/gpu.py
+
+# Studies whose answer is known, and simulated ones: does the instrument measure what it says?
+instrument: $(READY)
+	$(BIN)/python benchmarks/instrument.py --out runs/instrument
 
 lint: $(READY)
 	$(BIN)/ruff check .

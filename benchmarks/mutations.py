@@ -56,12 +56,12 @@ MUTATIONS = [
     # the kernels
     Mutation(
         "native window one key short", f"{NATIVE}/span.h",
-        "std::max<int64_t>(0, own - window)", "std::max<int64_t>(0, own - window + 1)",
+        "std::max(begin, own - window)", "std::max(begin, own - window + 1)",
         "tests/ops/test_span.py -k window_is_its_width",
     ),
     Mutation(
         "native dense prefix one query long", f"{NATIVE}/span.h",
-        "start + own < dense_prefix", "start + own <= dense_prefix", SPAN_EDGES,
+        "start + own - begin < dense_prefix", "start + own - begin <= dense_prefix", SPAN_EDGES,
     ),
     Mutation(
         "native ring one key short", f"{NATIVE}/span.h",
@@ -218,8 +218,8 @@ MUTATIONS = [
     # the loader
     Mutation(
         "loader: a target of the last window counted twice", "headgate/data/loader.py",
-        "targets[row, : int(window) * self.length - start] = IGNORED",
-        "targets[row, : int(window) * self.length - start - 1] = IGNORED", LOADER,
+        "targets[row, : self._seen_before(int(window))] = IGNORED",
+        "targets[row, : self._seen_before(int(window)) - 1] = IGNORED", LOADER,
     ),
     Mutation(
         "loader: ranks that overlap", "headgate/data/loader.py",
@@ -227,7 +227,7 @@ MUTATIONS = [
     ),
     Mutation(
         "loader: a loss mask one token off", "headgate/data/loader.py",
-        "self._ignore(targets[row], start + 1)", "self._ignore(targets[row], start)", LOADER,
+        "self._ignore(of_row, start + 1)", "self._ignore(of_row, start)", LOADER,
     ),
     Mutation(
         "loader: every epoch in one order", "headgate/data/loader.py",
@@ -253,8 +253,27 @@ MUTATIONS = [
     ),
     Mutation(
         "accumulation that forgets a batch", "headgate/train/loop.py",
-        "(tokens, targets) in enumerate(batches):", "(tokens, targets) in enumerate(batches[:1]):",
+        "batch in enumerate(batches):", "batch in enumerate(batches[:1]):",
         f"{LOOP} -k accumulation",
+    ),
+    # documents
+    Mutation(
+        "native: a document's first key left out", f"{NATIVE}/span.h",
+        "std::min(first_keys[b * queries + query], own_key(query) + 1)",
+        "std::min(first_keys[b * queries + query] + 1, own_key(query))", "tests/ops/test_documents.py",
+    ),
+    Mutation(
+        "native: every row has the documents of the first", f"{NATIVE}/span.h",
+        "first_keys[b * queries + query]", "first_keys[query]", "tests/ops/test_documents.py",
+    ),
+    Mutation(
+        "a key shifted in from another document", "headgate/mechanisms/contract.py",
+        "before.masked_fill(first.view", "before.masked_fill(~first.view",
+        f"{CONTRACT} 'documents and shifted'",
+    ),
+    Mutation(
+        "a target across a boundary counted", "headgate/data/loader.py",
+        "self._beginnings(start + 1, followed)", "self._beginnings(start, followed)", LOADER,
     ),
     # statistics
     Mutation(

@@ -391,6 +391,11 @@ class StudyOptions:
     rate, attention_output_rate and rope_theta around the recipe's, and what a mechanism declares."""
     published: bool = True
     """With --tune: also judge all variants as published."""
+    ladder: str = ""
+    """Multiples of the budget to train the baseline at as well, as in 0.25,1,4, so that a difference has a
+    price in compute."""
+    ladder_variants: bool = False
+    """Train the other variants at those budgets too, to see the trend of their differences."""
     controls: bool = True
     """Train two controls as well, no attention and a short window, to see what the study can tell."""
     budget: Literal["tokens", "seconds"] = "tokens"
@@ -405,6 +410,8 @@ class StudyOptions:
     """Measure speed, memory and decoding, apart from training."""
     cost_seconds: float = 1.0
     """About how long a variant's speed is measured at a length, within 5 to 20 rounds."""
+    dry_run: bool = False
+    """Print the runs, tokens and hours to expect, and start nothing."""
     claims: str | None = None
     """A JSON file of what a paper claims, to show beside what is measured; docs/comparing.md has the form."""
 
@@ -413,6 +420,8 @@ class StudyOptions:
         require_at_least(self, 0, "tune")
         if self.tune == 1:
             raise HeadgateError("tune=1 is a single trial, the recipe as it stands; give 2 or more, or 0")
+        if self.ladder_variants and not self.ladder:
+            raise HeadgateError("--ladder-variants needs a ladder of budgets; give --ladder 0.25,1,4 as well")
         if not self.tune and (self.space or not self.published):
             raise HeadgateError("--space and --no-published are for tuning; give --tune N as well")
         parse_seeds(self.seeds)

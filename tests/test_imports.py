@@ -15,6 +15,7 @@ LINES = [
     [*TRAINED, "papers", "compare"],
     [*TRAINED, "plan"],
     [*BASE, "data", "train", "measure", "compare"],
+    [*BASE, "data", "plan"],
     [*BASE, "report"],
 ]
 TOP = {"cli", "__init__", "__main__"}  # they tie the rooms together

@@ -89,6 +89,7 @@ def plan(
     mechanisms: tuple[str, ...] = (),
     contexts: str = "",
     threads: int | None = None,
+    data: str | None = None,
     json: bool = False,
     override: tuple[str, ...] = (),
 ) -> None:
@@ -100,13 +101,16 @@ def plan(
         context: Tokens of a sequence. Default: the recipe's. The number of steps is adjusted so that the run
             sees as many tokens.
         batch: Sequences of a pass over all devices. Default: the recipe's.
-        device: A100, H100, 'RTX 4090', L4, or cpu for this machine, which is measured now.
+        device: A100, 'A100 40GB', H100, H200, B200, MI300X, L40S, L4, 'RTX 4090', 'RTX 5090', or cpu for this
+            machine, which is measured now.
         count: Number of devices.
         price: Price of one device for an hour, in your currency.
         table: Compare several mechanisms over several context lengths.
         mechanisms: The mechanisms of the table. Default: full attention and the four papers'.
         contexts: The context lengths of the table, as in 2048,8192. Default: 1, 4 and 16 times the recipe's.
         threads: CPU threads. Default: PyTorch's choice.
+        data: A folder written by `headgate prepare`: where documents are masked, attention's work is then
+            that of its documents. Default: as if each sequence were one document.
         json: Print JSON instead of tables.
         override: Change a setting of the recipe, as in train.steps=100; can also be given as a bare word.
     """
@@ -125,5 +129,6 @@ def plan(
         mechanisms=mechanisms,
         contexts=parse_lengths(contexts, "contexts"),
         threads=threads,
+        data=data,
         as_json=json,
     )

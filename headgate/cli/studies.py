@@ -34,7 +34,9 @@ def compare(
     check_names(names)
     from headgate.compare.study import run_study
 
-    _show_study(out, complete=run_study(names, data, out, override, options))
+    complete = run_study(names, data, out, override, options)
+    if not options.dry_run:
+        _show_study(out, complete=complete)
 
 
 def ablate(
@@ -58,7 +60,9 @@ def ablate(
     from headgate.compare.study import run_study
     from headgate.compare.variants import with_ablations
 
-    _show_study(out, complete=run_study(with_ablations(name), data, out, override, options))
+    complete = run_study(with_ablations(name), data, out, override, options)
+    if not options.dry_run:
+        _show_study(out, complete=complete)
 
 
 def report(folder: str, /, *, against: str | None = None, publish: str | None = None) -> None:

@@ -60,6 +60,10 @@ class Study:
     space: str = ""
     """What they are drawn from, as written; empty for the default."""
     tuning_seeds: int = 1
+    ladder: tuple[float, ...] = ()
+    """Multiples of the budget that the baseline is trained at, 1 among them; empty for none."""
+    ladder_variants: bool = False
+    """Whether the other variants are trained at them too."""
     published: bool = True
     """Whether variants are judged as published too, if they are tuned."""
     extended: tuple[int, ...] = ()
@@ -137,6 +141,8 @@ class StudyFolder:
             tune=asked.tune,
             space=asked.space,
             published=asked.published or not before.tune,
+            ladder=asked.ladder or before.ladder,
+            ladder_variants=asked.ladder_variants or before.ladder_variants,
             variants=before.variants + added,
             seeds=max(before.seeds, asked.seeds),
             extended=(*before.extended, before.seeds) if grows else before.extended,
@@ -181,6 +187,27 @@ class StudyFolder:
         trial = winners[variant.label]
         changed, settings = trial.of(variant)
         return self.job(study, base, changed, seed, f"tuned/trial-{trial.number}", settings)
+
+    def ladder(self, study: Study, base: Config, winners: Winners | None) -> dict[float, list[Job]]:
+        """By multiple of the budget, runs of the baseline and, if asked for, of all: with the settings that
+        they are judged with."""
+        chosen = study.variants if study.ladder_variants else study.variants[:1]
+        found: dict[float, list[Job]] = {}
+        for multiple in study.ladder:
+            for seed in range((study.looks or (study.seeds,))[0]):
+                for variant in chosen:
+                    if multiple == 1:
+                        job = self.judged(study, base, variant, seed, winners)
+                    else:
+                        trial = Trial(0) if winners is None else winners[variant.label]
+                        changed, settings = trial.of(variant)
+                        place = f"ladder/{multiple:g}/trial-{trial.number}"
+                        purpose = f"{multiple:g} times the budget"
+                        job = self.job(
+                            study, base, changed, seed, place, settings, multiple=multiple, purpose=purpose
+                        )
+                    found.setdefault(multiple, []).append(job)
+        return found
 
     def jobs(self, study: Study, base: Config, seeds: int, winners: Winners | None = None) -> list[Job]:
         """The judged runs, seed by seed, so that an unfinished study has whole comparisons."""

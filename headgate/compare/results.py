@@ -11,7 +11,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -20,9 +20,10 @@ from headgate import config, files
 from headgate.compare import statistics
 from headgate.compare.claims import judge_papers
 from headgate.compare.controls import sight
-from headgate.compare.folder import PUBLISHED, TUNED, Study, StudyFolder
+from headgate.compare.folder import PUBLISHED, TUNED, Study, StudyFolder, Winners
 from headgate.compare.jobs import Job, failure
 from headgate.compare.judging import family, judge_variants, judged_loss, losses_by_label
+from headgate.compare.price import prices
 from headgate.compare.statistics import Losses, compare_losses
 from headgate.compare.tables import claims_markdown, conditions, headline, markdown, verdicts
 from headgate.compare.tuning import Tuner, tuning_results
@@ -44,6 +45,7 @@ MEASURED = (
     "costs",
     "speed",
     "memory",
+    "price",
     "claims",
 )
 """Keys whose values depend on the machine; all others are the same however often a study was interrupted."""
@@ -72,6 +74,8 @@ def study_results(out: str | os.PathLike[str]) -> dict[str, Any]:
     jobs = folder.jobs(study, base, study.seeds, winners)
     labels = [variant.label for variant in study.variants]
     runs = {label: [_run(job, folder.path) for job in jobs if job.variant.label == label] for label in labels}
+    if study.looks:  # seeds that a decided variant was not trained with are not missing
+        runs = {label: [run for run in mine if run["state"] != "not run"] for label, mine in runs.items()}
     seconds = {label: _seconds_per_token(label, runs[label], costs, base) for label in labels}
     losses = losses_by_label(jobs)
     judged = judge_variants(study, losses, study.looked.get(kind, 0))
@@ -133,6 +137,7 @@ def study_results(out: str | os.PathLike[str]) -> dict[str, Any]:
         "commands": _commands(folder, study, jobs, base),
         "circumstances": _circumstances(jobs),
     }
+    results["ladder"] = _ladder(folder, study, base, winners, judged, variants)
     results["sight"] = sight(study.variants, base, variants)
     results["verdicts"] = verdicts(results)
     results["headline"], results["conditions"] = headline(results), conditions(results)
@@ -142,12 +147,16 @@ def study_results(out: str | os.PathLike[str]) -> dict[str, Any]:
 
 def main_jobs(folder: StudyFolder, study: Study, base: Config) -> list[Job]:
     """The judged runs that the results are about: tuned, if the study was tuned."""
-    winners = None
-    if study.tune:
-        tuner = Tuner(folder, study, base, None, None)
-        tuned = tuner.tune()
-        winners = {label: one.winner for label, one in tuned.items()} if tuner.complete else None
-    return folder.jobs(study, base, study.seeds, winners)
+    return folder.jobs(study, base, study.seeds, main_winners(folder, study, base))
+
+
+def main_winners(folder: StudyFolder, study: Study, base: Config) -> Winners | None:
+    """What won the tuning; None if there was none, or it is not complete."""
+    if not study.tune:
+        return None
+    tuner = Tuner(folder, study, base, None, None)
+    tuned = tuner.tune()
+    return {label: one.winner for label, one in tuned.items()} if tuner.complete else None
 
 
 def _published(folder: StudyFolder, study: Study, base: Config) -> dict[str, dict[str, Any]]:
@@ -161,6 +170,38 @@ def _published(folder: StudyFolder, study: Study, base: Config) -> dict[str, dic
         }
         for label, of in losses.items()
     }
+
+
+def _ladder(
+    folder: StudyFolder,
+    study: Study,
+    base: Config,
+    winners: Winners | None,
+    judged: Mapping[str, statistics.Difference],
+    rows: Sequence[dict[str, Any]],
+) -> list[dict[str, Any]] | None:
+    """The baseline's loss at each budget; every row gets its price and, if trained, its own trend."""
+    for row in rows:
+        row |= {"price": None, "trend": None}
+    if not study.ladder:
+        return None
+    losses = {m: losses_by_label(jobs) for m, jobs in folder.ladder(study, base, winners).items()}
+    baseline = study.variants[0].label
+    of_baseline = {m: list(found[baseline].by_seed.values()) for m, found in losses.items()}
+    if all(len(seeds) >= 2 and all(map(math.isfinite, seeds)) for seeds in of_baseline.values()):
+        worth = prices(of_baseline, judged, {row["label"]: row["speed"] for row in rows})
+        for row in rows[1:]:
+            row["price"] = worth[row["label"]]
+    if study.ladder_variants:
+        compared = {m: judge_variants(replace(study, looks=()), found) for m, found in losses.items()}
+        for row in rows[1:]:
+            row["trend"] = [
+                {"multiple": m, "difference": asdict(found[row["label"]])} for m, found in compared.items()
+            ]
+    return [
+        {"multiple": m, "tokens": base.train.tokens * m, **asdict(statistics.interval(seeds))}
+        for m, seeds in of_baseline.items()
+    ]
 
 
 def differences_to(label: str, results: Mapping[str, Any]) -> dict[str, statistics.Difference]:
@@ -447,6 +488,9 @@ def _commands(folder: StudyFolder, study: Study, jobs: Sequence[Job], base: Conf
     if study.tune:
         words += ["--tune", str(study.tune)] + (["--space", study.space] if study.space else [])
         words += [] if study.published else ["--no-published"]
+    if study.ladder:
+        words += ["--ladder", ",".join(f"{multiple:g}" for multiple in study.ladder)]
+        words += ["--ladder-variants"] * study.ladder_variants
     if study.budget != "tokens":
         words += ["--budget", study.budget]
     if study.threads != 1:

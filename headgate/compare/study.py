@@ -15,10 +15,12 @@ from headgate.compare.claims import check_variants
 from headgate.compare.controls import with_controls
 from headgate.compare.executors.local import LocalExecutor
 from headgate.compare.folder import PUBLISHED, TUNED, Study, StudyFolder, Winners
+from headgate.compare.forecast import forecast, past_speeds, print_forecast
 from headgate.compare.jobs import Job, JobRunner, RunsJobs
 from headgate.compare.judging import undecided
+from headgate.compare.price import parse_ladder
 from headgate.compare.progress import StudyProgress
-from headgate.compare.results import main_jobs, write_results
+from headgate.compare.results import main_jobs, main_winners, write_results
 from headgate.compare.space import draw_trials, parse_space
 from headgate.compare.tuning import Tuner
 from headgate.compare.variants import Variant, parse_variants
@@ -42,9 +44,11 @@ def run_study(
     out: str | os.PathLike[str],
     overrides: Sequence[str],
     options: StudyOptions,
+    *,
+    runner: RunsJobs | None = None,
 ) -> bool:
     """Run the study that the arguments describe, or what is left of it, and write its results; whether every
-    run finished."""
+    run finished. `runner` trains in place of processes of this machine."""
     base = config.override(named_config(options.recipe), overrides)
     splits = [open_split(data, name) for name in ("train", "val")]
     variants = parse_variants(names, base.model)
@@ -58,6 +62,8 @@ def run_study(
         tune=options.tune,
         space=options.space,
         published=options.published,
+        ladder=parse_ladder(options.ladder),
+        ladder_variants=options.ladder_variants,
         budget=options.budget,
         threads=options.threads,
         cost=CostPlan(config.parse_lengths(options.lengths), options.cost_seconds),
@@ -71,13 +77,17 @@ def run_study(
         check_variants(claims, base.model)
     folder = StudyFolder(out)
     folder.refuse_strangers()
+    at_once = options.jobs or max(1, cores() // asked.threads)
+    if options.dry_run:
+        _forecast(folder, asked, base, at_once)
+        return True
     with files.locked(folder.path, "compared"), StudyProgress() as progress:
         study = folder.take(asked, base)
         if claims is not None:
             config.save(claims, folder.claims_path)
-        at_once = options.jobs or max(1, cores() // study.threads)
-        executor = LocalExecutor(folder.path, at_once)
-        runner = JobRunner(folder.path, study.data.folder, study.threads, executor)
+        if runner is None:
+            executor = LocalExecutor(folder.path, at_once)
+            runner = JobRunner(folder.path, study.data.folder, study.threads, executor)
         phases = Phases(folder, study, base, runner, progress)
         if study.budget == "seconds":
             phases.share_out_seconds()
@@ -86,11 +96,23 @@ def run_study(
             failed += phases.judge(phases.tune())
         if study.published:
             failed += phases.judge()
+        failed += phases.ladder()
         if options.cost:
             phases.costs(at_once)
         phases.gates()
         write_results(out)
     return not failed
+
+
+def _forecast(folder: StudyFolder, study: Study, base: Config, at_once: int) -> None:
+    """Print what the study will take, by the speed of its own past runs or of a few steps taken now."""
+    seconds, source = past_speeds(folder, study, base), "this study's finished runs"
+    if any(variant.label not in seconds for variant in study.variants):
+        configs = {variant.label: variant.config(base) for variant in study.variants}
+        tokens = base.train.tokens / base.train.steps / base.train.accumulation
+        measured = step_seconds(configs, study.threads)
+        seconds, source = {label: spent / tokens for label, spent in measured.items()}, "steps taken just now"
+    print_forecast(study, forecast(study, base, seconds), at_once, source)
 
 
 @dataclass
@@ -154,6 +176,15 @@ class Phases:
             if self.study.looked.get(kind, 0) <= number:
                 self._note(replace(self.study, looked={**self.study.looked, kind: number + 1}))
         return failed
+
+    def ladder(self) -> list[Job]:
+        """Other budgets, at the settings that are judged."""
+        if not self.study.ladder:
+            return []
+        self.progress.phase("ladder")
+        winners = main_winners(self.folder, self.study, self.base)
+        rungs = self.folder.ladder(self.study, self.base, winners)
+        return self.runner.run([job for jobs in rungs.values() for job in jobs], self.progress)
 
     def _judged(self, variant: Variant, seed: int, winners: Winners | None = None) -> Job:
         return self.folder.judged(self.study, self.base, variant, seed, winners)

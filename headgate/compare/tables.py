@@ -21,6 +21,7 @@ COLUMNS = (
     "memory",
     "parameters",
     "to the baseline's loss",
+    "worth",
 )
 LEGEND = (
     "loss: validation, nats a token, mean over the seeds ± half its 95% interval. difference: to the "
@@ -66,6 +67,7 @@ def _plain_cells(variant: Mapping[str, Any]) -> list[str]:
         ratio(variant["memory"]),
         "" if variant["parameters"] is None else f"{variant['parameters']:,}",
         convergence(variant["convergence"]) if difference is not None else "",
+        price_in_words(variant["price"]),
     ]
 
 
@@ -111,6 +113,17 @@ def detectable(amount: float | None) -> str:
 
 def ratio(cost: Mapping[str, Any] | None) -> str:
     return "" if cost is None else f"{cost['ratio']:.2f}x"
+
+
+def price_in_words(price: Mapping[str, Any] | None) -> str:
+    """The compute multiplier at equal time if a speed is known, else at equal tokens."""
+    if price is None:
+        return ""
+    found, of = (price["time"], "time") if "time" in price else (price["tokens"], "tokens")
+    if price["beyond"] or found["value"] is None:
+        return "beyond the ladder"
+    ends = [f"{found[end]:.2f}" if found[end] is not None else "?" for end in ("low", "high")]
+    return f"{found['value']:.2f}x compute at equal {of} ({ends[0]} to {ends[1]})"
 
 
 def convergence(found: Mapping[str, Any] | None) -> str:

@@ -265,6 +265,15 @@ class PackedDocuments(Windows):
         return 0
 
 
+def document_lengths(split: Split, train: TrainConfig) -> DocumentLengths | None:
+    """How long the documents are that a run with these settings keeps apart; None if it does not."""
+    if train.documents == "stream":
+        return None
+    if train.packing == "whole":
+        return PackedDocuments(split, train.context).document_lengths()
+    return Windows(split, train.context, documents=True).document_lengths()
+
+
 def validation_windows(split: Split, length: int, train: TrainConfig) -> Windows:
     """What a run with these settings is judged by: with masked documents, whole ones."""
     if train.documents == "stream":

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any, Literal
 
@@ -28,6 +29,7 @@ from headgate.errors import HeadgateError
 from headgate.machine import Peak, keep_memory
 from headgate.measure.speed import interleaved, ratios
 from headgate.mechanisms import Mechanism
+from headgate.mechanisms.contract import Heads
 from headgate.model.decoder import Decoder
 from headgate.train.evaluate import autocast
 from headgate.train.optim import clip_gradients, gradient_norm, make_optimizer
@@ -169,13 +171,17 @@ def decoding_step(decoder: Decoder, length: int) -> tuple[Callable[[], None], in
     return step, held
 
 
+def _nothing(heads: Heads, x: Tensor, q: Tensor, *others: Any) -> Tensor:
+    return q.new_zeros(q.shape[0], heads.n_heads, q.shape[2], heads.head_dim)
+
+
 @contextmanager
 def _without_attention(decoder: Decoder) -> Iterator[None]:
     """Inside, keys are made and kept, and nobody attends to them: what a decoded token costs does not depend
     on what they are, and attention among all tokens of a long context takes minutes."""
     mechanisms: list[Any] = [module for module in decoder.modules() if isinstance(module, Mechanism)]
     for mechanism in mechanisms:
-        mechanism.attend = lambda x, q, *others: torch.zeros_like(q)
+        mechanism.attend = partial(_nothing, mechanism.heads)
     try:
         yield
     finally:

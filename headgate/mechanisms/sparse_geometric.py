@@ -115,7 +115,7 @@ class SparseGeometric(Mechanism):
         offset = key_half.shape[2] - query_half.shape[2]
         rows = []
         row_elements = query_half.shape[0] * query_half.shape[1] * key_half.shape[2] * self.options.hidden
-        for first, last in query_tiles(query_half.shape[2], row_elements):
+        for first, last in query_tiles(query_half.shape[2], row_elements, query_half.device):
             keys = key_half[:, :, : offset + last]
             gate = (
                 reference.pair_gate(query_half[:, :, first:last], keys, self.w2, self.b2).detach().sigmoid()

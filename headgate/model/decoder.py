@@ -34,12 +34,11 @@ from headgate.model.generate import Completion, Prompts, Sampling, Stop, Stream,
 from headgate.model.tensors import KEY as DIGEST
 from headgate.model.tensors import read_metadata, read_tensors, write_tensors
 from headgate.ops.documents import document_starts
+from headgate.ops.loss import linear_cross_entropy, rows_at_once
 from headgate.ops.norm import is_plain, rms_norm
 from headgate.ops.rotary import rotation
 from headgate.recipes import get_recipe
 
-LOSS_CHUNK_ELEMENTS = 1 << 25
-"""Logits held at once while the loss is computed: 128 MB in fp32."""
 Held = Sequence[tuple[slice | Tensor, LayerCache]]
 """What a layer has in the cache: for each group of rows, which rows of the batch they are, and their keys."""
 
@@ -185,7 +184,7 @@ class Decoder(nn.Module):
         """
         x = self.hidden(tokens, cache=cache, documents=documents, positions=positions)
         if predict:
-            parts = x.flatten(0, 1).split(self._chunk)
+            parts = x.flatten(0, 1).split(rows_at_once(self.config.vocab_size, x.device))
             likeliest = [self.logits(part).argmax(-1) for part in parts]
             return torch.cat(likeliest).unflatten(0, tokens.shape)
         if targets is None:
@@ -198,11 +197,6 @@ class Decoder(nn.Module):
             targets = torch.cat([targets[:, :-1].masked_fill(ends, -100), targets[:, -1:]], 1)
         return self.loss(x, targets, reduction=reduction)
 
-    @property
-    def _chunk(self) -> int:
-        """Tokens whose logits are held at once."""
-        return max(64, min(1024, LOSS_CHUNK_ELEMENTS // self.config.vocab_size))
-
     def loss(self, x: Tensor, targets: Tensor, *, reduction: Literal["mean", "sum", "none"]) -> Tensor:
         """The cross-entropy of final states (B,T,C), as `forward` gives it. An output layer with an adapter
         or hooks makes all logits at once."""
@@ -211,20 +205,12 @@ class Decoder(nn.Module):
             loss = F.cross_entropy(flat, targets.flatten(), ignore_index=-100, reduction=reduction)
             return loss.unflatten(0, targets.shape) if reduction == "none" else loss
         weight = self.embedding.weight if self.config.tied_embeddings else self.head.weight
-        options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=min(self._chunk, targets.numel()))
-        loss = F.linear_cross_entropy(
-            x.flatten(0, 1),
-            weight,
-            targets.flatten(),
-            ignore_index=-100,
-            reduction=reduction,
-            options=options,
-        )
+        loss = linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten(), reduction=reduction)
         return loss.unflatten(0, targets.shape) if reduction == "none" else loss
 
     def loss_rows(self, tokens: int) -> int:
         """How many of the tokens have their logits at once while the loss is computed."""
-        return min(tokens, max(64, min(1024, LOSS_CHUNK_ELEMENTS // self.config.vocab_size)))
+        return min(tokens, rows_at_once(self.config.vocab_size, self.embedding.weight.device))
 
     def hidden(
         self,

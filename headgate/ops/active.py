@@ -153,8 +153,10 @@ class KeyHeads:
 def among_active(
     attend: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, active: Tensor
 ) -> Tensor:
-    """attend(q, k, v) -> (B,H,1,D) of any attention, for the key heads that an active head reads alone; 0 for
-    the heads that are not active."""
+    """attend(q, k, v) -> (B,H,1,D) of any attention, for the key heads that an active head reads alone (on a
+    GPU, for all); 0 for the heads that are not active."""
+    if q.device.type != "cpu":
+        return attend(q, k, v).masked_fill(~active[..., None, None], 0.0)
     heads = KeyHeads(active, k.shape[1])
     if len(heads) == 0:
         return torch.zeros_like(q)
@@ -168,6 +170,17 @@ def _native(
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3])
     native.forward(q, k, v, ring_log_weight, None, None, None, span.numbers(), out, lse, active.contiguous())
     return out, lse
+
+
+@ACTIVE.path(
+    "whole", refuse=lambda q, *others: "leaving heads out pays here" if q.device.type == "cpu" else None
+)
+def _whole(
+    q: Tensor, k: Tensor, v: Tensor, active: Tensor, span: Span, ring_log_weight: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Every head: to ask a GPU which ones are active takes longer than their attention to one query."""
+    out, lse = span_attention(q, k, v, span, ring_log_weight=ring_log_weight)
+    return out.masked_fill(~active[..., None, None], 0.0), lse.masked_fill(~active[..., None], -math.inf)
 
 
 @ACTIVE.path("torch")

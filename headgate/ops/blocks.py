@@ -73,7 +73,7 @@ def selection_recall(q: Tensor, k: Tensor, *, block: int, scale: float = 1.0) ->
     """The share of each query's exact top k_i keys that block selection attends to: (B,H,Tq)."""
     chosen = choose_blocks(q, k, block=block, scale=scale)
     shares = []
-    for a, b in query_tiles(q.shape[2], q.shape[0] * q.shape[1] * k.shape[2]):
+    for a, b in query_tiles(q.shape[2], q.shape[0] * q.shape[1] * k.shape[2], q.device):
         last = k.shape[2] - q.shape[2] + b
         i, j = reference.positions(q[:, :, a:b], k[:, :, :last])
         scores = reference.logits(q[:, :, a:b], k[:, :, :last])
@@ -124,7 +124,7 @@ def _choose(
     means = means.flip(2)  # later first: argmax takes the first
     heads = k.shape[1] if by_weight else q.shape[1]
     chosen = torch.full((q.shape[0], heads, q.shape[2], slots), -1, dtype=torch.int64, device=q.device)
-    for a, b in query_tiles(q.shape[2], q.shape[0] * q.shape[1] * n, most=1024):
+    for a, b in query_tiles(q.shape[2], q.shape[0] * q.shape[1] * n, q.device, most=1024):
         past = (offset + b - 1) // block  # complete blocks before the tile's last query
         most = _slots(offset + b - 1, block, scale, top_k)
         if most == 0:

@@ -90,9 +90,9 @@ def _torch(
 
     parts = [near[:, :, :alone]]
     offset = k.shape[2] - q.shape[2]
-    for a, b in query_tiles(q.shape[2] - alone, q.shape[0] * q.shape[1] * earlier, most=1 << 20):
+    for a, b in query_tiles(q.shape[2] - alone, q.shape[0] * q.shape[1] * earlier, q.device, most=1 << 20):
         at, far = slice(alone + a, alone + b), slice(0, (offset + alone + b - 1) // block)
-        first = torch.tensor(offset + alone + a, device=q.device)
+        first = torch.full((), offset + alone + a, device=q.device)
         tensors = q[:, :, at], summary_k[:, :, far], summary_v[:, :, far], near[:, :, at], near_lse[:, :, at]
         parts.append(
             recomputed(tile, *tensors, first) if b < q.shape[2] - alone or a else tile(*tensors, first)

@@ -82,7 +82,8 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, block: int, offset: int) ->
         return (weights @ values).unflatten(2, (-1, q.shape[2])).flatten(1, 2)
 
     parts = [torch.zeros_like(q[:, :, :first])]
-    for a, b in query_tiles(q.shape[2] - first, q.shape[0] * q.shape[1] * keys.shape[2], most=1024):
+    row = q.shape[0] * q.shape[1] * keys.shape[2]
+    for a, b in query_tiles(q.shape[2] - first, row, q.device, most=1024):
         a, b = first + a, first + b
         seen = (offset + b - 1) // block
         positions = torch.arange(offset + a, offset + b, device=q.device)

@@ -99,7 +99,13 @@ def _by_document(
     return out, torch.cat([memories[n - 1] for n in last])
 
 
-DELTA.path("native", refuse=lambda q, *others: native.refuse(q))(delta_native.delta_in_chunks)
+def _refuse_native(*given: Tensor) -> str | None:
+    if given[0].shape[2] == 1 and torch.is_grad_enabled() and any(t.requires_grad for t in given):
+        return "a single token with a gradient fills no chunk"
+    return native.refuse(given[0])
+
+
+DELTA.path("native", refuse=_refuse_native)(delta_native.delta_in_chunks)
 
 
 @DELTA.path("torch")

@@ -1,8 +1,8 @@
 """Which implementation an op takes: one ordered list of paths per op, and a reason for every refusal.
 
-The paths, where an op has them: `native` (C++ on the CPU), `sdpa` (PyTorch's causal attention on a GPU),
-`flex` (FlexAttention on a GPU), `triton` (our kernels on a GPU), `torch` (plain PyTorch, any device and
-dtype), `reference` (dense, the truth).
+The paths, where an op has them: `native` (C++ on the CPU), `sdpa` and `varlen` (PyTorch's fused attention on
+a GPU), `flex` (FlexAttention on a GPU), `triton` (our kernels on a GPU), `whole` (of a decoding step, all
+heads in place of some), `torch` (plain PyTorch, any device and dtype), `reference` (dense, the truth).
 `backend="auto"` takes the first that does not refuse; naming a path takes that one or raises its reason.
 Nothing falls back silently: `explain` tells the choice, `paths_taken` what has run.
 """
@@ -32,9 +32,16 @@ class Explanation:
     op: str
     path: str
     refusals: tuple[tuple[str, str], ...]
+    kernel: str = ""
+    """Which of its kernels, where the path has several: `sdpa` takes PyTorch's flash, cudnn or efficient."""
+
+    @property
+    def name(self) -> str:
+        """As `paths_taken` counts it, without the op."""
+        return f"{self.path}:{self.kernel}" if self.kernel else self.path
 
     def __str__(self) -> str:
-        lines = [f"{self.op} takes the path {self.path!r}"]
+        lines = [f"{self.op} takes the path {self.name!r}"]
         return "\n".join(lines + [f"  not {path!r}: {reason}" for path, reason in self.refusals])
 
 
@@ -48,6 +55,16 @@ class Path:
     name: str
     run: Callable[..., Any]
     refuse: Refusal
+    kernel: Callable[..., str] | None
+
+
+def _note(op: str, path: str) -> None:
+    """Runs while code is compiled, and never in it."""
+    _taken[f"{op}:{path}"] += 1
+
+
+# What torch.compiler.assume_constant_result does, which would import the compiler.
+_note._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class Op:
@@ -57,19 +74,27 @@ class Op:
         self.name = name
         self.paths: list[Path] = []
 
-    def path(self, name: str, *, refuse: Refusal = lambda *args, **kwargs: None) -> Callable[..., Any]:
+    def path(
+        self,
+        name: str,
+        *,
+        refuse: Refusal = lambda *args, **kwargs: None,
+        kernel: Callable[..., str] | None = None,
+    ) -> Callable[..., Any]:
         def add(run: Callable[..., Any]) -> Callable[..., Any]:
-            self.paths.append(Path(name, run, refuse))
+            self.paths.append(Path(name, run, refuse, kernel))
             return run
 
         return add
 
     def __call__(self, backend: str, *args: Any, **kwargs: Any) -> Any:
         path, explanation = self._choose(backend if backend != "auto" else _forced["backend"], args, kwargs)
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            _note(self.name, explanation.name)
+        else:
             if _explaining.get():
                 raise _Explained(explanation)
-            _taken[f"{self.name}:{path.name}"] += 1
+            _taken[f"{self.name}:{explanation.name}"] += 1
         return path.run(*args, **kwargs)
 
     def _choose(self, backend: str, args: Any, kwargs: Any) -> tuple[Path, Explanation]:
@@ -84,7 +109,8 @@ class Op:
                 continue
             reason = path.refuse(*args, **kwargs)
             if reason is None:
-                return path, Explanation(self.name, path.name, tuple(refusals))
+                kernel = "" if path.kernel is None else path.kernel(*args, **kwargs)
+                return path, Explanation(self.name, path.name, tuple(refusals), kernel)
             refusals.append((path.name, reason))
         raise HeadgateError(
             f"{self.name} has no path for this: " + "; ".join(f"{p}: {r}" for p, r in refusals)
@@ -112,7 +138,7 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
 
 
 def paths_taken() -> dict[str, int]:
-    """How often each `op:path` has run in this process, compiled code aside."""
+    """How often each `op:path` has run in this process; in compiled code, how often it was compiled."""
     return dict(_taken)
 
 

@@ -12,6 +12,7 @@ Shapes: q (B,H,Tq,D); k, v (B,G,Tk,D). Here all positions count from the first k
 """
 
 import importlib.util
+import sys
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -47,7 +48,16 @@ def refuse(q: Tensor, *tensors: Any, **options: Any) -> str | None:
         return f"it takes float32, bfloat16 and float16, not {q.dtype}".replace("torch.", "")
     if q.shape[-1] < LEAST_WIDTH:
         return f"head width {q.shape[-1]} is below {LEAST_WIDTH}"
+    if _is_forced_eager():
+        return "torch.compile is switched off, and without it FlexAttention computes all pairs"
     return None
+
+
+def _is_forced_eager() -> bool:
+    if torch.compiler.is_compiling():
+        return False
+    compiler = sys.modules.get("torch._dynamo.eval_frame")  # before it is imported nobody has set it
+    return compiler is not None and compiler._stance.stance == "force_eager"
 
 
 @dataclass(frozen=True)
@@ -174,15 +184,16 @@ def block_selected_attention(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, bl
 
 def selected_mask(q: Tensor, k: Tensor, chosen: Tensor, block: int) -> BlockMask:
     """Built from the choices alone: each marks the blocks of the mask that its keys lie in."""
-    (batch, heads, queries, slots), keys = chosen.shape, k.shape[2]
+    (batch, heads, queries, _), keys = chosen.shape, k.shape[2]
     chosen = chosen.to(torch.int32)
+    slots = chosen.unbind(-1)
     offset = torch.full((), keys - queries, dtype=torch.int32, device=q.device)
 
     def seen(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         i, of_key = query + offset, key // block
         result = (of_key == i // block) & (key <= i)
-        for slot in range(slots):
-            result = result | (chosen[b, h, query, slot] == of_key)
+        for slot in slots:
+            result = result | (slot[b, h, query] == of_key)
         return result
 
     rows, columns = -(-queries // BLOCK), -(-keys // BLOCK)
@@ -230,8 +241,16 @@ def _attend(
         block_mask=mask,
         enable_gqa=q.shape[1] != k.shape[1],
         return_aux=AuxRequest(lse=True),
+        kernel_options=_kernel_options(q, k),
     )
     return out, extra.lse if bias is None else extra.lse + bias.own
+
+
+def _kernel_options(q: Tensor, k: Tensor) -> dict[str, Any] | None:
+    """FlexAttention's kernel for few queries holds all those of a key head in one tile, and has none of more
+    than a block of the mask; PyTorch 2.13 takes it nevertheless, and then has nothing to compile."""
+    rows = (1 << (q.shape[2] - 1).bit_length()) * (q.shape[1] // k.shape[1])
+    return {"FORCE_USE_FLEX_ATTENTION": True} if q.shape[2] < BLOCK < rows else None
 
 
 @lru_cache(maxsize=1)

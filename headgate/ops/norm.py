@@ -15,8 +15,9 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x (...,C), weight (C); in the dtype of x, the sum of squares in fp32 at least."""
-    if x.is_cuda:
-        return F.rms_norm(x, weight.shape, weight, eps)  # one fused kernel there
+    if x.is_cuda:  # one fused kernel there, which autocast would have return fp32
+        with torch.autocast("cuda", enabled=False):
+            return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
     if not torch.compiler.is_compiling() and (
         not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
     ):

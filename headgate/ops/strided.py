@@ -59,7 +59,7 @@ def _torch(q: Tensor, k: Tensor, v: Tensor, *, window: int, stride: int) -> Tens
         return of_band * band + of_columns @ reference.per_head(q, v)
 
     parts = [band[:, :, : q.shape[2] - rows]]
-    for a, b in query_tiles(rows, q.shape[0] * q.shape[1] * k_columns.shape[2]):
+    for a, b in query_tiles(rows, q.shape[0] * q.shape[1] * k_columns.shape[2], q.device):
         last = -(-(offset + b - 1 - window) // stride)  # columns that the tile's last query reaches
         at = slice(q.shape[2] - rows + a, q.shape[2] - rows + b)
         parts.append(
@@ -70,7 +70,7 @@ def _torch(q: Tensor, k: Tensor, v: Tensor, *, window: int, stride: int) -> Tens
                 v_columns[:, :, :last],
                 band[:, :, at],
                 band_lse[:, :, at],
-                torch.tensor(offset + a, device=q.device),
+                torch.full((), offset + a, device=q.device),
             )
         )
     return torch.cat(parts, 2)

@@ -6,14 +6,19 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-TILE_ELEMENTS = 1 << 22
+TILE_ELEMENTS, GPU_TILE_ELEMENTS, GPU_TILE_QUERIES = 1 << 22, 1 << 27, 1024
 """Scores that one tile holds at most, about 16 MB in fp32: big enough for matrix products, small beside T x
-T."""
+T. On a GPU every tile is some launches, and fewer of 512 MB take the time of one."""
 
 
-def query_tiles(queries: int, row_elements: int, *, most: int = 256) -> Iterator[tuple[int, int]]:
+def query_tiles(
+    queries: int, row_elements: int, device: torch.device, *, most: int = 256
+) -> Iterator[tuple[int, int]]:
     """Ranges of queries whose tiles hold at most TILE_ELEMENTS when a query's row holds `row_elements`."""
-    size = max(1, min(most, TILE_ELEMENTS // max(1, row_elements)))
+    elements = TILE_ELEMENTS
+    if device.type != "cpu":
+        elements, most = GPU_TILE_ELEMENTS, max(most, GPU_TILE_QUERIES)
+    size = max(1, min(most, elements // max(1, row_elements)))
     for first in range(0, queries, size):
         yield first, min(first + size, queries)
 

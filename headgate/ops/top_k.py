@@ -222,7 +222,7 @@ class _Tiles:
         self.keys, self.values = k.to(dtype), v.to(dtype)
         self.groups, self.offset = k.shape[1], k.shape[2] - q.shape[2]
         self.scale = 1 / math.sqrt(q.shape[3])
-        self._ranges = list(query_tiles(q.shape[2], q.shape[0] * q.shape[1] * k.shape[2], most=128))
+        self._ranges = list(query_tiles(q.shape[2], q.shape[0] * q.shape[1] * k.shape[2], q.device, most=128))
         size = self._ranges[0][1]
         self.later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu_(1)
 

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from headgate.config import Config, MechanismSpec
+from headgate.data.loader import DocumentLengths
 from headgate.mechanisms.contract import Mechanism
 from headgate.model.decoder import Decoder, Layer
 from headgate.ops.rotary import rotation
 from headgate.plan.devices import Seconds
 from headgate.plan.memory_trace import NoInitialValues, light_recomputation
 from headgate.train.evaluate import autocast
-from headgate.train.summary import mechanisms_of
+from headgate.train.summary import mechanisms_of, pairs_per_token
 
 M = TypeVar("M", bound=nn.Module)
 DEVICE = torch.device("cpu")
@@ -55,14 +56,18 @@ class CpuTiming:
         return layers + self.loss.times(tokens) + self.step
 
 
-def time_model(config: Config, decoder: Decoder) -> CpuTiming:
+def time_model(config: Config, decoder: Decoder, documents: DocumentLengths | None = None) -> CpuTiming:
     model, context, precision = config.model, config.train.context, config.train.precision
     pattern = mechanisms_of(decoder)[: len(model.mechanism)]
     depths = [len(range(n, model.n_layers, len(pattern))) for n in range(len(pattern))]
     sequences = config.train.batch_size * config.train.accumulation
     attention = Seconds(0, 0, 0)
     for mechanism, depth in zip(pattern, depths, strict=True):
-        attention = attention + _mechanism(mechanism, sequences, context, precision).times(depth)
+        share = 1.0  # of the pairs of whole contexts
+        if documents is not None:
+            share = pairs_per_token(mechanism, context, documents) / pairs_per_token(mechanism, context)
+        of_layer = _mechanism(mechanism, sequences, context, precision)
+        attention = attention + of_layer.times(depth * share)
     tokens = sequences * context
     return CpuTiming(
         _layer(config, tokens).times(model.n_layers),

@@ -73,6 +73,42 @@ DEVICES = {
             32 * GB,
             "NVIDIA Ada GPU architecture whitepaper, dense bf16 with fp32 accumulation; PCIe 4.0",
         ),
+        Device(
+            "A100 40GB",
+            40 * GB,
+            312 * TERA,
+            19.5 * TERA,
+            1555 * GB,
+            300 * GB,
+            "NVIDIA A100 datasheet, 40 GB SXM",
+        ),
+        Device(
+            "H200", 141 * GB, 989 * TERA, 67 * TERA, 4800 * GB, 450 * GB, "NVIDIA H200 datasheet, SXM, dense"
+        ),
+        Device(
+            "B200", 180 * GB, 2250 * TERA, 75 * TERA, 7700 * GB, 900 * GB, "NVIDIA HGX B200 datasheet, dense"
+        ),
+        Device(
+            "MI300X", 192 * GB, 1307 * TERA, 163.4 * TERA, 5300 * GB, 448 * GB, "AMD MI300X datasheet, dense"
+        ),
+        Device(
+            "L40S",
+            48 * GB,
+            362 * TERA,
+            91.6 * TERA,
+            864 * GB,
+            32 * GB,
+            "NVIDIA L40S datasheet, dense; PCIe 4.0",
+        ),
+        Device(
+            "RTX 5090",
+            32 * GB,
+            209.5 * TERA,
+            104.8 * TERA,
+            1792 * GB,
+            64 * GB,
+            "NVIDIA Blackwell GPU architecture whitepaper, dense bf16 with fp32 accumulation; PCIe 5.0",
+        ),
         Device("L4", 24 * GB, 121 * TERA, 30.3 * TERA, 300 * GB, 32 * GB, "NVIDIA L4 datasheet, dense"),
     )
 }

@@ -12,12 +12,14 @@ from functools import cached_property
 from typing import Any
 
 from headgate.config import Config
+from headgate.data.loader import document_lengths
+from headgate.data.shards import Split
 from headgate.errors import HeadgateError
 from headgate.mechanisms.contract import Past
 from headgate.plan import cpu_timing
 from headgate.plan.devices import CPU, Device, Seconds
 from headgate.plan.memory_trace import Ledger, Memory, Pass, Passes, Sizes, blank_decoder, walk
-from headgate.train.summary import flops_per_token, mechanisms_of
+from headgate.train.summary import flops_per_token, mechanisms_of, pairs_per_token
 
 USABLE = 0.9
 """The share of a device's memory that a plan fills: the rest is the program's and lost between tensors."""
@@ -116,14 +118,28 @@ class Plan:
 
 
 def make_plan(
-    config: Config, device: Device, *, count: int = 1, price: float | None = None, all_ways: bool = True
+    config: Config,
+    device: Device,
+    *,
+    count: int = 1,
+    price: float | None = None,
+    all_ways: bool = True,
+    split: Split | None = None,
 ) -> Plan:
-    """Without all ways, others are only looked for when what is asked for does not fit."""
-    return Planner(config, device, count, price).plan(all_ways=all_ways)
+    """Without all ways, others are only looked for when what is asked for does not fit. Where documents are
+    masked, attention's work is that of the documents of `split`, or without one of whole contexts."""
+    return Planner(config, device, count, price, split).plan(all_ways=all_ways)
 
 
 class Planner:
-    def __init__(self, config: Config, device: Device, count: int, price: float | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        device: Device,
+        count: int,
+        price: float | None = None,
+        split: Split | None = None,
+    ) -> None:
         if count < 1:
             raise HeadgateError(f"count={count} is too small; it must be at least 1")
         if price is not None and not 0 <= price < float("inf"):
@@ -141,9 +157,13 @@ class Planner:
         self.decoder = blank_decoder(config.model)
         self.sizes = Sizes.of(self.decoder)
         self.mechanisms = mechanisms_of(self.decoder)
-        self.forward = flops_per_token(self.decoder, train.context)
+        self.documents = None if split is None else document_lengths(split, train)
+        self.forward = flops_per_token(self.decoder, train.context, self.documents)
         gated = [m for m in self.mechanisms if m.pair_operations()]
-        self.besides = sum(m.pairs(train.context) * m.pair_operations() for m in gated)
+        self.besides = sum(
+            pairs_per_token(m, train.context, self.documents) * train.context * m.pair_operations()
+            for m in gated
+        )
         """Operations on pairs beside attention's own, of a head and sequence."""
         self.share = self.total // count
         """Sequences of a step on one device."""
@@ -249,7 +269,7 @@ class Planner:
 
     @cached_property
     def cpu_timing(self) -> cpu_timing.CpuTiming:
-        return cpu_timing.time_model(self.config, self.decoder)
+        return cpu_timing.time_model(self.config, self.decoder, self.documents)
 
     def cache(self) -> float:
         """Keys, values and what a mechanism keeps beside them, from the first key still needed."""
@@ -288,6 +308,7 @@ def make_plans(
     *,
     count: int = 1,
     price: float | None = None,
+    split: Split | None = None,
 ) -> list[Plan]:
     """A plan of each mechanism (a tuple of specs) at each context, with as many tokens a step throughout."""
     plans = []
@@ -297,5 +318,5 @@ def make_plans(
         asked = with_batch(config, context=context, batch=batch - batch % count)
         for mechanism in mechanisms:
             changed = replace(asked, model=replace(asked.model, mechanism=mechanism))
-            plans.append(make_plan(changed, device, count=count, price=price, all_ways=False))
+            plans.append(make_plan(changed, device, count=count, price=price, all_ways=False, split=split))
     return plans

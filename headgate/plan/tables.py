@@ -8,6 +8,7 @@ import torch
 from rich.table import Table
 
 from headgate import config
+from headgate.data.shards import open_split
 from headgate.errors import HeadgateError
 from headgate.mechanisms.contract import on_shelf
 from headgate.plan.devices import CPU, Seconds, find_device
@@ -153,6 +154,7 @@ def plan_words(
     mechanisms: Sequence[str],
     contexts: Sequence[int],
     threads: int | None,
+    data: str | None,
     as_json: bool,
 ) -> None:
     """From the words of the command line to what it prints."""
@@ -169,12 +171,24 @@ def plan_words(
         torch.set_num_threads(threads)
     asked = config.override(named_config(recipe), overrides)
     asked = with_batch(asked, context=context, batch=batch)
+    split = None if data is None else open_split(data, "train", verify=False)
+    if split is not None and asked.train.documents == "stream":
+        raise HeadgateError(
+            "--data tells how long documents are, which train.documents=stream does not keep apart; leave it "
+            "out, or add train.documents=mask"
+        )
     if table:
         names = [*filter(None, [mechanism]), *mechanisms] or on_shelf("papers")
         variants = {name: config.parse_mechanisms(name) for name in dict.fromkeys(["full", *names])}
         lengths = contexts or [asked.train.context * factor for factor in (1, 4, 16)]
         plans = make_plans(
-            asked, list(variants.values()), lengths, find_device(device), count=count, price=price
+            asked,
+            list(variants.values()),
+            lengths,
+            find_device(device),
+            count=count,
+            price=price,
+            split=split,
         )
         if as_json:
             print(json.dumps([plan.to_dict() for plan in plans]))
@@ -185,7 +199,7 @@ def plan_words(
     if mechanism is not None:
         specs = config.parse_mechanisms(mechanism)
         asked, label = replace(asked, model=replace(asked.model, mechanism=specs)), mechanism
-    plan = make_plan(asked, find_device(device), count=count, price=price)
+    plan = make_plan(asked, find_device(device), count=count, price=price, split=split)
     if as_json:
         print(json.dumps(plan.to_dict()))
     else:

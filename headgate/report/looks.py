@@ -41,18 +41,18 @@ class Look:
 
 def looks(variants: Sequence[Mapping[str, Any]]) -> list[Look]:
     """A look for each variant of a study, whose first is the baseline."""
-    hues: dict[str, int] = {family(variants[0]): 0} if variants else {}
+    hues: dict[str, int] = {shared_name(variants[0]): 0} if variants else {}
     for variant in variants:
-        hues.setdefault(family(variant), 1 + (len(hues) - 1) % (len(COLOURS) - 1))
+        hues.setdefault(shared_name(variant), 1 + (len(hues) - 1) % (len(COLOURS) - 1))
     members: dict[int, int] = {}
     found = []
     for variant in variants:
-        hue = 0 if variant.get("control") else hues[family(variant)]
+        hue = 0 if variant.get("control") else hues[shared_name(variant)]
         member = members.get(hue, 0)
         members[hue] = member + 1
         found.append(Look(COLOURS[hue], DASHES[member % len(DASHES)], SHAPES[(hue + member) % len(SHAPES)]))
     return found
 
 
-def family(variant: Mapping[str, Any]) -> str:
+def shared_name(variant: Mapping[str, Any]) -> str:
     return str(variant["mechanism"])

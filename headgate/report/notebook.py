@@ -19,7 +19,7 @@ from headgate.report.page import result_table
 from headgate.report.painting import FigureView, PageFigure
 from headgate.report.publish import standing_alone
 from headgate.report.reading import read_results, results_path
-from headgate.report.verdict import verdict
+from headgate.report.verdict import answer_sentence
 
 
 class StudyTable(Sequence[dict[str, Any]]):
@@ -119,7 +119,7 @@ class StudyReading:
     @property
     def headline(self) -> str:
         """The answer in a sentence or two."""
-        return verdict(self.results)
+        return answer_sentence(self.results)
 
     @property
     def conditions(self) -> str:

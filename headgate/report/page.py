@@ -20,12 +20,12 @@ from markupsafe import Markup
 
 from headgate.files import write_text
 from headgate.report.figures import figures
-from headgate.report.looks import COLOURS, DARK_COLOURS, DARK_PAPER, PAPER, family, looks
+from headgate.report.looks import COLOURS, DARK_COLOURS, DARK_PAPER, PAPER, looks, shared_name
 from headgate.report.painting import CROWD, PageFigure
 from headgate.report.publish import standing_alone
 from headgate.report.reading import read_results, results_path
 from headgate.report.tradeoff import SHARE, effect
-from headgate.report.verdict import verdict
+from headgate.report.verdict import answer_sentence
 from headgate.report.words import bytes_in_words, decimal, p_in_words, percent, with_sign
 from headgate.version import __version__
 
@@ -85,7 +85,8 @@ def page(study: Mapping[str, Any]) -> str:
         ablations=any(variant["ablation"] for variant in variants),
         crowded=len(variants) > CROWD,
         sections=_sections(study, made),
-        verdict=verdict(study),
+        tuned=study.get("tuned"),
+        verdict=answer_sentence(study),
         rests_on=_rests_on(study),
         source=_source(study),
         symbols=SYMBOLS,
@@ -104,11 +105,11 @@ def groups(variants: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     heads = [n for n, variant in enumerate(variants) if not variant["ablation"]]
     home: dict[str, int] = {}
     for n in heads:
-        home.setdefault(family(variants[n]), n)
+        home.setdefault(shared_name(variants[n]), n)
     members: dict[int, list[int]] = {}
     for n, variant in enumerate(variants):
         if variant["ablation"]:
-            members.setdefault(home.get(family(variant), n), []).append(n)
+            members.setdefault(home.get(shared_name(variant), n), []).append(n)
     alone = [n for n in members if n not in heads]
 
     def order(n: int) -> tuple[bool, float]:

@@ -8,7 +8,7 @@ from headgate.report.tradeoff import SHARE, effect
 from headgate.report.words import percent, with_sign
 
 
-def verdict(results: Mapping[str, Any]) -> str:
+def answer_sentence(results: Mapping[str, Any]) -> str:
     """What the page opens with. A study that cannot tell says so instead."""
     sight = results.get("sight") or {}
     named = [v for v in results["variants"][1:] if not is_control(v) and v["difference"]["mean"] is not None]

@@ -2,7 +2,8 @@
 
 import math
 import os
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -457,12 +458,18 @@ def _check_vocabulary(model: Path, data: str | os.PathLike[str]) -> None:
         )
 
 
-def _uncompiled(decoder: Decoder) -> AbstractContextManager[None]:
-    """A probe is Python of its own in each layer; compiled, every layer would be compiled again for it."""
-    if decoder.layers[0]._compiled_call_impl is None:  # asking the compiler would import it
-        return nullcontext()
-    eager: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
-    return eager
+@contextmanager
+def _uncompiled(decoder: Decoder) -> Iterator[None]:
+    """A probe is Python of its own in each layer; compiled, every layer would be compiled again for it. What
+    the ops compile for themselves stays compiled: without, FlexAttention computes all pairs."""
+    compiled = [layer._compiled_call_impl for layer in decoder.layers]
+    try:
+        for layer in decoder.layers:
+            layer._compiled_call_impl = None
+        yield
+    finally:
+        for layer, impl in zip(decoder.layers, compiled, strict=True):
+            layer._compiled_call_impl = impl
 
 
 def _moments(gate: Tensor) -> Tensor:

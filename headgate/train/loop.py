@@ -52,7 +52,7 @@ from headgate.train.optim import (
     make_optimizer,
     set_learning_rate,
 )
-from headgate.train.summary import summarise
+from headgate.train.summary import mechanisms_of, summarise
 from headgate.train.trackers import Tracker, check_trackers, flat_values, make_trackers
 
 
@@ -133,6 +133,9 @@ class Trainer:
         if options.compile:
             for layer in self.decoder.layers:
                 layer.compile()
+            for mechanism in mechanisms_of(self.decoder):
+                # Documents one at a time have ever other lengths, and each would be compiled anew.
+                vars(mechanism)["_run_by_document"] = torch.compiler.disable(mechanism._run_by_document)
         self.model = world.wrap(self.decoder, shard=options.shard)
         self.optimizer = make_optimizer(self.decoder, asked.train)
         self.parameters: list[Tensor] = list(self.decoder.parameters())

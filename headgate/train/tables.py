@@ -50,6 +50,7 @@ def _print_documents(found: dict[str, Any], console: Console) -> None:
     table = Table("documents", "number", "tokens", "loss", "begins with", box=None, pad_edge=False)
     for column in table.columns[1:4]:
         column.justify = "right"
+    table.columns[4].no_wrap = True
     for which in ("hardest", "easiest"):
         for n, place in enumerate(found[which]):
             begin = "unknown" if place["text"] is None else _plain(place["text"])[:48]

@@ -171,6 +171,16 @@ def test_the_command(headgate: Run, tmp_path: Path) -> None:
     assert "states=3 and not 4" in errors
 
 
+def test_a_sample_is_a_window_and_a_document(tmp_path: Path) -> None:
+    """So nothing changes where documents are kept from attending to each other."""
+    source = "noisy-recall:length=16,samples=9,held_out=2"
+    prepare_task(one(source), source, tmp_path / "data")
+    windows = Windows(open_split(tmp_path / "data", "train"), 16)
+    assert len(windows) == 9
+    for number in range(8):  # the last one is moved back by a token, to end with the stream
+        assert len(set(windows.document_ids([number])[0].tolist())) == 1
+
+
 def test_more_samples_leave_the_held_out_ones(tmp_path: Path) -> None:
     for count in (10, 30):
         source = f"copy:length=24,tokens=4,samples={count},held_out=5"

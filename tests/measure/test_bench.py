@@ -7,9 +7,12 @@ import pytest
 import torch
 
 from headgate.cli import run
+from headgate.config import ModelConfig, parse_mechanisms
 from headgate.errors import HeadgateError
+from headgate.measure.costs import decoding_step
 from headgate.measure.speed import BASELINE, Shape, extra_memory, measure, select_cases, slope
 from headgate.mechanisms import MECHANISMS
+from headgate.model.decoder import Decoder
 
 
 def test_every_op_and_mechanism_is_measured_in_every_pass() -> None:
@@ -109,3 +112,19 @@ def test_bad_arguments_get_one_clear_sentence(arguments: list[str], words: str) 
     with pytest.raises(HeadgateError) as caught:
         run(["bench", *arguments])
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("name", MECHANISMS.names())
+def test_decoding_is_timed_after_a_context_that_nobody_attended_to(name: str) -> None:
+    """What is kept is that of a context run in full, so that the time of the next token is."""
+    model = ModelConfig(
+        vocab_size=32, d_model=32, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=16, d_mlp=32,
+        mechanism=parse_mechanisms(name), shared_options={"window": 8, "block": 4},
+    )  # fmt: skip
+    decoder = Decoder(model).eval()
+    step, held = decoding_step(decoder, 40)
+    cache = decoder.new_cache()
+    with torch.inference_mode():
+        decoder.hidden(torch.zeros(1, 40, dtype=torch.int64), cache=cache)
+    assert held == cache.held_bytes
+    step()

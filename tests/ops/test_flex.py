@@ -263,61 +263,105 @@ def on_gpu(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 def test_a_gpu_takes_flex_attention_and_each_refusal_has_its_reason() -> None:
     q, k = on_gpu(1, 4, 300, 64), on_gpu(1, 2, 300, 64)
     for op, options in (
-        ("span_attention", {}),
-        ("window_attention", {"window": 20, "dense_prefix": 50}),
+        ("window_attention", {"window": 20, "pinned": 5}),
+        ("biased_attention", {"key_bias": on_gpu(1, 4, 300)}),
         ("span_attention", {"span": Span(20, ring=40), "ring_log_weight": on_gpu(1, 4, 300)}),
         ("block_selected_attention", {"block": 64}),
     ):
         explanation = ops.explain(op, q, k, k, **options)
         assert explanation.path == "flex", op
     for tensor, reason in (
-        (on_gpu(1, 1, 9, 8), "head width 8 is below 16"),
+        (on_gpu(1, 1, 9, 8, dtype=torch.float32), "head width 8 is below 16"),
         (on_gpu(1, 1, 9, 16, dtype=torch.float64), "it takes float32, bfloat16 and float16, not float64"),
     ):
         explanation = ops.explain("span_attention", tensor, tensor, tensor)
         assert explanation.path == "torch"
         assert ("flex", reason) in explanation.refusals
+    with torch.compiler.set_stance("force_eager"):
+        explanation = ops.explain("window_attention", q, k, k, 20, pinned=5)
+    assert explanation.path == "torch"
+    assert "without it FlexAttention computes all pairs" in str(explanation)
     with pytest.raises(HeadgateError, match="it runs on a GPU, not on cpu"):
         ops.causal_attention(*(torch.zeros(1, 1, 4, 16) for _ in range(3)), backend="flex")
 
 
 def test_a_gpu_takes_sdpa_for_plain_causal_attention() -> None:
     q, k = on_gpu(1, 4, 300, 64), on_gpu(1, 2, 300, 64)
-    assert ops.explain("causal_attention", q, k, k).path == "sdpa"
-    assert ops.explain("causal_attention", on_gpu(1, 4, 1, 64), k, k).path == "sdpa"
+    assert ops.explain("causal_attention", q, k, k).name == "sdpa:flash"
+    assert "takes the path 'sdpa:flash'" in str(ops.explain("causal_attention", q, k, k))
+    assert ops.explain("causal_attention", on_gpu(1, 4, 1, 64), k, k).name == "sdpa:flash"
     assert ops.explain("window_attention", q, k, k, 299).path == "sdpa"  # it hides nothing
+    one = on_gpu(1, 4, 1, 64)
+    assert ops.explain("window_attention", one, k, k, 20, pinned=3, dense_prefix=9).path == "sdpa"
+    q32, k32 = on_gpu(1, 4, 300, 64, dtype=torch.float32), on_gpu(1, 2, 300, 64, dtype=torch.float32)
+    assert ops.explain("causal_attention", q32, k32, k32).name == "sdpa:efficient"
+    wide = on_gpu(1, 4, 300, 512)
+    refused = ("sdpa", "PyTorch has only its dense kernel for heads wider than 256")
+    assert refused in ops.explain("causal_attention", wide, wide, wide).refusals
     for op, queries, options, reason in (
         ("window_attention", 300, {"window": 298}, "it has no windows"),
         ("span_attention", 300, {}, "its log-sum-exp has no gradient"),
         ("causal_attention", 20, {}, "its causal mask is for as many queries as keys, or for one query"),
     ):
         explanation = ops.explain(op, on_gpu(1, 4, queries, 64), k, k, **options)
-        assert explanation.path == "flex"
+        assert explanation.path == "varlen"
         assert ("sdpa", reason) in explanation.refusals
     here = ops.explain("causal_attention", *(torch.zeros(1, 1, 4, 16, dtype=torch.float64) for _ in range(3)))
     assert ("sdpa", "it runs on a GPU, not on cpu") in here.refusals
 
 
-@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 70), (70, 70)])
+@pytest.mark.parametrize(
+    ("queries", "keys", "span"),
+    [
+        (1, 1, Span()),
+        (1, 70, Span()),
+        (70, 70, Span()),
+        (1, 70, Span(9)),
+        (1, 70, Span(9, pinned=5)),
+        (1, 70, Span(9, pinned=5, start=3)),
+        (1, 12, Span(9, pinned=5)),
+        (1, 70, Span(9, dense_prefix=70)),
+        (1, 70, Span(9, dense_prefix=69)),
+    ],
+    ids=str,
+)
 def test_sdpa_computes_what_the_reference_does(
-    queries: int, keys: int, monkeypatch: pytest.MonkeyPatch
+    queries: int, keys: int, span: Span, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sdpa, "DEVICES", ("cpu",))
     chosen = test_span.case(2, 4, 2, queries, keys, 16)
-    inputs = [t.double().requires_grad_() for t in (chosen.q, chosen.k, chosen.v)]
-    found = ops.causal_attention(*inputs, backend="sdpa")
-    truth = reference.span_attention(*inputs)[0]
+    inputs = [t.float().requires_grad_() for t in (chosen.q, chosen.k, chosen.v)]
+    found = ops.attention(*inputs, span, backend="sdpa")
+    doubles = [t.detach().double().requires_grad_() for t in inputs]
+    truth = reference.span_attention(*doubles, span)[0]
     d_out = torch.randn(truth.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for ours, theirs in zip(
-        (found, *torch.autograd.grad(found, inputs, d_out)),
-        (truth, *torch.autograd.grad(truth, inputs, d_out)),
+        (found, *torch.autograd.grad(found, inputs, d_out.float())),
+        (truth, *torch.autograd.grad(truth, doubles, d_out)),
         strict=True,
     ):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_sdpa_never_takes_its_dense_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grouped heads in fp32 have none of the fused kernels on a GPU, so each gets its keys."""
+    monkeypatch.setattr(sdpa, "DEVICES", ("cpu",))
+    seen = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        enabled = torch.backends.cuda.math_sdp_enabled()
+        seen.append((k.shape[1], options["enable_gqa"], enabled))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
+
+    monkeypatch.setattr(sdpa, "scaled_dot_product_attention", attend)
+    for dtype in (torch.float32, torch.bfloat16):
+        q, k = torch.zeros(1, 4, 9, 16, dtype=dtype), torch.zeros(1, 2, 9, 16, dtype=dtype)
+        ops.causal_attention(q, k, k, backend="sdpa")
+    assert seen == [(4, False, False), (2, True, False)]
 
 
 VARIANTS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
-    "full": ("full", {}, {"span_attention:sdpa"}),
+    "full": ("full", {}, {"span_attention:sdpa:efficient"}),
     "near-far": ("near-far", {"window": 40, "stretch": 2}, {"span_attention:flex"}),
     "local": ("local", {"window": 40, "global_tokens": 3}, {"span_attention:flex"}),
     "dynamic-sparse": ("dynamic-sparse", {"window": 40, "dense_prefix": 60}, {"span_attention:flex"}),

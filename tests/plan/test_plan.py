@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ import torch
 from headgate import cli
 from headgate.compare.variants import Variant
 from headgate.config import Config, MechanismSpec, override
+from headgate.data.loader import document_lengths
+from headgate.data.shards import open_split
 from headgate.errors import HeadgateError
 from headgate.measure import costs
 from headgate.mechanisms import MECHANISMS
@@ -20,7 +23,7 @@ from headgate.plan.devices import DEVICES, find_device
 from headgate.plan.memory_trace import DIRECT_TOKENS, Ledger, Passes, Sizes, blank_decoder, walk
 from headgate.plan.planner import USABLE, Planner, make_plan, make_plans, with_batch
 from headgate.recipes import RECIPES, get_recipe
-from headgate.train.summary import flops_per_token
+from headgate.train.summary import flops_per_token, pairs_per_token
 
 A100 = DEVICES["A100"]
 
@@ -262,3 +265,20 @@ def test_errors_are_one_sentence(words: list[str], sentence: str) -> None:
         cli.run(["plan", "tiny", *words])
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_masked_documents_make_less_work(data: Path) -> None:
+    """FLOPs and a GPU's seconds follow the documents of the data; masks of one document change nothing."""
+    config = override(get_recipe("tiny"), ["train.context=1024", "train.batch_size=2"])
+    device, split = find_device("A100"), open_split(data, "train")
+    whole, documents = (make_plan(config, device, all_ways=False, split=s) for s in (None, split))
+    lengths = document_lengths(split, config.train)
+    assert lengths is not None
+    full = blank_decoder(config.model).layers[0].attention.mechanism
+    share = pairs_per_token(full, 1024, lengths) / pairs_per_token(full, 1024)
+    assert 0.1 < share < 0.6
+    assert documents.flops["attention"] == pytest.approx(share * whole.flops["attention"])
+    assert documents.flops["linear"] == whole.flops["linear"]
+    assert documents.asked.seconds.high < whole.asked.seconds.high
+    stream = override(config, ["train.documents=stream"])
+    assert make_plan(stream, device, all_ways=False, split=split).flops == whole.flops

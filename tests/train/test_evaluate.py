@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from small_runs import changed
+from torch._dynamo.testing import CompileCounter
 
 import headgate
 from headgate.cli import run as command
@@ -21,7 +22,8 @@ from headgate.data.shards import open_split
 from headgate.data.tasks import parse_task
 from headgate.data.tasks.writing import prepare_task
 from headgate.errors import HeadgateError
-from headgate.train.evaluate import evaluate, evaluate_run, read_document_losses
+from headgate.model.decoder import Decoder
+from headgate.train.evaluate import _uncompiled, evaluate, evaluate_run, read_document_losses
 from headgate.train.folder import read_metrics
 from headgate.train.loop import train
 
@@ -252,3 +254,20 @@ def test_documents_of_data_with_a_loss_mask(micro: Config, tmp_path: Path) -> No
     kept = read_document_losses(tmp_path / "run")
     assert kept is not None
     assert kept.tokens.tolist() == [3] * 20
+
+
+@pytest.mark.compiles
+def test_the_probe_compiles_no_layer_anew_but_leaves_the_ops_compiled(micro: Config) -> None:
+    """FlexAttention that is not compiled computes all pairs, so torch.compile must stay switched on."""
+    decoder = Decoder(micro.model)
+    counter = CompileCounter()
+    for layer in decoder.layers:
+        layer.compile(backend=counter)
+    compiled = [layer._compiled_call_impl for layer in decoder.layers]
+    op = torch.compile(lambda x: x + 1, backend=counter)
+    with torch.no_grad(), _uncompiled(decoder):
+        decoder(torch.zeros(1, 8, dtype=torch.int64))
+        assert counter.frame_count == 0
+        op(torch.zeros(3))
+        assert counter.frame_count == 1
+    assert [layer._compiled_call_impl for layer in decoder.layers] == compiled

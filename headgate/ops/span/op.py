@@ -22,7 +22,7 @@ from headgate.ops import flex, reference
 from headgate.ops.dispatch import Op, check, forced_backend
 from headgate.ops.documents import document_starts
 from headgate.ops.registration import refuse_gradient, register, register_gradient
-from headgate.ops.span import native, sdpa, tiled
+from headgate.ops.span import native, sdpa, tiled, varlen
 from headgate.ops.span.options import Span
 
 SPAN = Op("span_attention")
@@ -345,7 +345,8 @@ def _refuse_flex(q: Tensor, *args: Any, distance_bias: Tensor | None = None, **o
 
 
 SPAN.path("native", refuse=lambda q, *args, **options: native.refuse(q))(_register("span_native", native))
-SPAN.path("sdpa", refuse=sdpa.refuse)(sdpa.causal_attention)
+SPAN.path("sdpa", refuse=sdpa.refuse, kernel=sdpa.kernel)(sdpa.causal_attention)
+SPAN.path("varlen", refuse=varlen.refuse)(varlen.span_attention)
 SPAN.path("flex", refuse=_refuse_flex)(_with_log_sum_exp(flex.span_attention))
 SPAN.path("torch")(_register("span_torch", tiled))
 SPAN.path("reference")(_with_log_sum_exp(reference.span_attention))

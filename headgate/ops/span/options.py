@@ -49,6 +49,14 @@ class Span(NamedTuple):
             return self
         return Span(start=self.start, first_keys=self.first_keys)
 
+    def seen_by_last(self, keys: int) -> tuple[int, int]:
+        """Of a single query behind so many keys, without a ring: how many pinned keys it sees, and from which
+        key on it sees all."""
+        if self.window is None or self.start + keys - 1 < self.dense_prefix:
+            return 0, 0
+        first = max(0, keys - 1 - self.window)
+        return min(first, max(0, self.pinned - self.start)), first
+
     def numbers(self) -> list[int]:
         """All but the documents, for an op's schema, which knows no None inside a list."""
         return [-1 if self.window is None else self.window, *self[1:5]]

@@ -1,15 +1,24 @@
-"""Causal attention on a GPU by PyTorch's scaled_dot_product_attention, whose fused kernels are the fastest
-there for a plain causal mask. It returns no log-sum-exp that has a gradient, and knows no windows.
+"""Attention on a GPU by PyTorch's scaled_dot_product_attention, whose fused kernels are the fastest there for
+a plain causal mask, and for a single query over whatever keys it sees. Its log-sum-exp has no gradient.
+
+PyTorch would take its dense kernel ("math") without a word where no fused one fits. Only the fused are
+allowed here: grouped heads in fp32, which they lack, have their keys repeated, and the rest is refused.
 """
 
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from headgate.ops.gpu import HALF, before_ampere
 from headgate.ops.span.options import Span
 
 DEVICES = ("cuda",)
+FUSED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+WIDEST = 256
 
 
 def refuse(
@@ -17,7 +26,7 @@ def refuse(
 ) -> str | None:
     if q.device.type not in DEVICES:
         return f"it runs on a GPU, not on {q.device.type}"
-    if span.window is not None:
+    if span.window is not None and q.shape[2] > 1:
         return "it has no windows"
     if span.first_keys is not None:
         return "its causal mask knows no documents"
@@ -27,9 +36,44 @@ def refuse(
         return "its log-sum-exp has no gradient"
     if q.shape[2] not in (1, k.shape[2]):
         return "its causal mask is for as many queries as keys, or for one query"
+    if q.dtype not in (*HALF, torch.float32) or (q.dtype == torch.bfloat16 and before_ampere(q)):
+        return f"PyTorch has only its dense kernel for {q.dtype} here".replace("torch.", "")
+    if q.shape[3] > WIDEST:
+        return f"PyTorch has only its dense kernel for heads wider than {WIDEST}"
     return None
 
 
+def kernel(q: Tensor, k: Tensor, v: Tensor, span: Span, **options: Any) -> str:
+    """The kernel that PyTorch picks, as far as it can be known before it is asked on the device."""
+    if not torch.cuda.is_available() or torch.compiler.is_compiling() or isinstance(q, FakeTensor):
+        return "flash" if _has_flash(q) else "efficient"
+    q, k, v, grouped = _arranged(q, k, v, span)
+    with sdpa_kernel(FUSED):
+        chosen = torch._fused_sdp_choice(q, k, v, None, 0.0, q.shape[2] > 1, enable_gqa=grouped)
+    return SDPBackend(chosen).name.partition("_")[0].lower()
+
+
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, span: Span, **options: Any) -> tuple[Tensor, None]:
-    out = scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, enable_gqa=q.shape[1] != k.shape[1])
+    q, k, v, grouped = _arranged(q, k, v, span)
+    with sdpa_kernel(FUSED):
+        out = scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, enable_gqa=grouped)
     return out, None
+
+
+def _has_flash(q: Tensor) -> bool:
+    return q.dtype in HALF and not before_ampere(q)
+
+
+def _arranged(q: Tensor, k: Tensor, v: Tensor, span: Span) -> tuple[Tensor, Tensor, Tensor, bool]:
+    """The keys that are seen, one head of them for each of the queries where no fused kernel has groups."""
+    if q.shape[2] == 1:
+        pinned, first = span.seen_by_last(k.shape[2])
+        if pinned:
+            k, v = (torch.cat([t[:, :, :pinned], t[:, :, first:]], 2) for t in (k, v))
+        else:
+            k, v = k[:, :, first:], v[:, :, first:]
+    grouped = q.shape[1] != k.shape[1]
+    if grouped and not _has_flash(q):
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        grouped = False
+    return q, k, v, grouped

@@ -66,7 +66,7 @@ class SpanTiles:
         reach = self.span.reach
         most = 256 if reach is None else max(32, min(256, reach))
         keys = self.keys if reach is None else min(self.keys, reach + most + self.span.pinned)
-        for a, b in query_tiles(last - first, rows * keys, most=most):
+        for a, b in query_tiles(last - first, rows * keys, self.device, most=most):
             yield self._tile(first + a, first + b)
 
     def window_tiles(self) -> Iterator["SpanTile"]:

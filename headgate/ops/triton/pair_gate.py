@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headgate.ops.gpu import before_ampere
+
 WIDTHS = (32, 64, 128)
 HIDDEN = (4, 8, 16, 32)
 DEVICES = ("cuda",)
@@ -74,9 +76,7 @@ def refuse(q: Tensor, hidden: int) -> str | None:
         return f"it runs on a GPU, not on {q.device.type}"
     if not _INSTALLED:
         return "triton is not installed; pip install headgate[gpu]"
-    # torch.compile knows the properties of a device as constants, and its capability not.
-    here = q.is_cuda and torch.cuda.is_available() and not torch.version.hip
-    if here and torch.cuda.get_device_properties(q.device).major < 8:
+    if before_ampere(q):
         return "it needs an NVIDIA device of compute capability 8.0 or newer, or one of AMD's"
     if q.dtype not in DTYPES:
         return f"it takes float32 and bfloat16, not {q.dtype}".replace("torch.", "")

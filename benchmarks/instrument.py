@@ -1,0 +1,193 @@
+"""Does the instrument measure what it says? Studies whose answer is known.
+
+    python benchmarks/instrument.py [--out FOLDER]
+
+1. Two variants that differ only by a factor of 20 on attention's output are told apart untuned; tuned alike
+   they show no difference. Full attention under another name is the same by construction. Attention that
+   does not see the last 4 tokens is found to be worse, tuned or not.
+2. Full attention with one set of seeds against itself with another: no difference in 95% of studies.
+3. Simulated studies (benchmarks/simulated_studies.py).
+
+The text is that of Python's standard library, as bytes. Runs are trained in this process, without the start
+of one for each.
+"""
+
+import argparse
+import json
+import random
+import resource
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headgate import config
+from headgate.compare.jobs import Job, last_loss
+from headgate.compare.judging import losses_by_label
+from headgate.compare.progress import StudyProgress
+from headgate.compare.statistics import Losses, compare_losses
+from headgate.compare.study import run_study
+from headgate.config import Config, ModelConfig, RunOptions, StudyOptions, TrainConfig
+from headgate.data.prepare import Request, prepare
+from headgate.errors import HeadgateError
+from headgate.report.reading import read_results
+from headgate.train.loop import train
+
+MECHANISMS = Path(__file__).with_name("instrument_mechanisms.py")
+NAMES = ("full", "full@full again", f"{MECHANISMS}:louder", f"{MECHANISMS}:blinded")
+SPACE = "train.attention_output_rate=0.01..4"
+
+
+@dataclass(frozen=True)
+class HereRunner:
+    """Trains jobs in this process, one after the other."""
+
+    study_folder: Path
+    data: Path
+
+    def run(self, jobs: Sequence[Job], progress: StudyProgress) -> list[Job]:
+        waiting = [job for job in jobs if not job.finished]
+        progress.begin_runs(total=len(jobs), done=len(jobs) - len(waiting), runs=len(jobs), left=len(waiting))
+        failed = []
+        for job in waiting:
+            base = config.load(Config, self.study_folder / "config.json")
+            words = [f"model.mechanism={job.variant.pattern}", f"seed={job.seed}", *job.settings]
+            until = None if job.end == job.steps else job.end
+            try:
+                train(config.override(base, words), self.data, job.folder, RunOptions(until=until, keep=1))
+                progress.finished(job.name, last_loss(job))
+            except HeadgateError as error:
+                job.log.write_text(f"{error}\n", encoding="utf-8")
+                failed.append(job)
+                progress.failed(job.name, str(error))
+        return failed
+
+
+def small_recipe(steps: int) -> Config:
+    """Two layers on bytes, from a start that suits attention; a run takes seconds."""
+    return Config(
+        model=ModelConfig(
+            vocab_size=257, d_model=48, n_layers=2, n_heads=2, n_kv_heads=2, head_dim=16, d_mlp=96,
+            start="scaled", tied_embeddings=False, rope_theta=100.0,
+        ),
+        train=TrainConfig(
+            context=64, batch_size=16, steps=steps, learning_rate=1e-2, schedule="linear", warmup_share=0.05,
+            evaluate_every=max(1, steps // 4), evaluate_tokens=8192, document_tokens=32_768,
+        ),
+    )  # fmt: skip
+
+
+def make_data(folder: Path, tokens: int = 2_000_000) -> Path:
+    if not (folder / "manifest.json").is_file():
+        prepare(Request("stdlib", tokenizer="byte", max_tokens=tokens), folder, workers=1)
+    return folder
+
+
+def known_study(home: Path, *, steps: int, seeds: str, tune: int, controls: bool) -> dict[str, Any]:
+    """The study of the three variants whose answers are known; its results."""
+    data, recipe = make_data(home / "data"), home / "recipe.json"
+    config.save(small_recipe(steps), recipe)
+    options = StudyOptions(
+        recipe=str(recipe), seeds=seeds, tune=tune, space=SPACE, cost=False, controls=controls
+    )
+    out = home / "study"
+    run_study(NAMES, data, out, [], options, runner=HereRunner(out, data))
+    results = read_results(out)
+    assert isinstance(results, dict)
+    return results
+
+
+def verdicts_of(results: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """By label: untuned, tuned."""
+    return {
+        row["label"]: (row["published"]["difference"]["verdict"], row["difference"]["verdict"])
+        for row in results["variants"][1:]
+    }
+
+
+def seed_sets(home: Path, *, steps: int, runs: int, seeds: int, studies: int) -> float:
+    """The share of studies of full attention against itself, with seeds of its own each, that claim a
+    difference; drawn from `runs` runs."""
+    data = make_data(home / "data")
+    jobs = []
+    for seed in range(runs):
+        folder = home / "seeds" / f"seed-{seed}"
+        train(config.override(small_recipe(steps), [f"seed={seed}"]), data, folder)
+        jobs.append(Job(_full(), seed, folder, folder / "log.txt", steps))
+    all_losses = losses_by_label(jobs)["full"]
+    draw, claimed = random.Random(0), 0
+    for _ in range(studies):
+        chosen = draw.sample(range(runs), 2 * seeds)
+        sides = [
+            Losses(
+                {n: all_losses.by_seed[seed] for n, seed in enumerate(half)},
+                {n: all_losses.documents[seed] for n, seed in enumerate(half)},
+                all_losses.tokens,
+            )
+            for half in (chosen[:seeds], chosen[seeds:])
+        ]
+        claimed += compare_losses(sides[0], {"v": sides[1]})["v"].verdict in ("better", "worse")
+    return claimed / studies
+
+
+def _full() -> Any:
+    from headgate.compare.variants import Variant
+
+    return Variant.parse("full")
+
+
+def seconds_used() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="keep what was trained here, to be resumed")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seeds", default="5")
+    parser.add_argument("--tune", type=int, default=8)
+    parser.add_argument("--runs", type=int, default=40, help="of full attention, for the seed sets")
+    parser.add_argument("--no-controls", action="store_true")
+    parser.add_argument("--studies", type=int, default=1000, help="simulated studies of each kind")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    home = given.out or Path(tempfile.mkdtemp())
+    home.mkdir(parents=True, exist_ok=True)
+    report: dict[str, Any] = {"arguments": {k: str(v) for k, v in vars(given).items() if k != "out"}}
+    before = seconds_used()
+    sizes = {"steps": given.steps, "seeds": given.seeds, "tune": given.tune}
+    results = known_study(home, **sizes, controls=not given.no_controls)
+    report["core minutes of the tuned study"] = round((seconds_used() - before) / 60, 1)
+    report["verdicts, untuned and tuned"] = verdicts_of(results)
+    report["headline"] = results["headline"]
+    if given.runs:
+        report["false verdicts over seed sets"] = seed_sets(
+            home, steps=given.steps, runs=given.runs, seeds=5, studies=1000
+        )
+    if given.studies:
+        from simulated_studies import table
+
+        report["simulated"] = table(given.studies)
+    text = json.dumps(report, indent=2)
+    (home / "instrument.json").write_text(text + "\n", encoding="utf-8")
+    print(text)
+    found = report["verdicts, untuned and tuned"]
+    right = (
+        found["louder"][0] in ("better", "worse")
+        and found["louder"][1] == "no difference shown"
+        and found["blinded"] == ("worse", "worse")
+        and found["full again"] == ("same by construction", "same by construction")
+        and report.get("false verdicts over seed sets", 0) <= 0.05
+    )
+    sys.exit(0 if right else "the instrument did not give every answer that is known")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,19 @@
+"""The GPU that is not there, compiled once for all workers."""
+
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="session")
+def absent_gpu(share: Callable[[str, Callable[[Path], None]], Path]) -> Path:
+    if sys.platform != "linux" or shutil.which("c++") is None:
+        pytest.skip("the modes on a GPU were not tested: their stand-in needs Linux and a C++ compiler")
+    from absent import build
+
+    return share("absent-gpu", lambda home: build(home) and None) / "absent_gpu.so"

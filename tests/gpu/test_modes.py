@@ -1,0 +1,36 @@
+"""Every mechanism through every mode on a GPU that is not there: see absent.py."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import headgate
+
+NAMES = headgate.mechanisms()
+SCRIPT = Path(__file__).with_name("modes.py")
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_every_mechanism_passes_every_mode(part: int, absent_gpu: Path) -> None:
+    """No mode mixes dtypes under CUDA's autocast, waits for the device, asks FlexAttention for a kernel that
+    it does not have, or is dense where a fused kernel exists."""
+    names = NAMES[part::2]
+    run = subprocess.run(
+        [sys.executable, str(SCRIPT), str(absent_gpu), *names], capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    outcomes = [json.loads(line) for line in run.stdout.splitlines()]
+    assert {outcome["mechanism"] for outcome in outcomes} == set(names)
+    for outcome in outcomes:
+        where = f"{outcome['mechanism']}, {outcome['mode']}"
+        assert outcome["error"] is None, f"{where}: {outcome['error'][-3000:]}"
+        assert not any(path.endswith((":reference", ":math")) for path in outcome["paths"]), where
+        if outcome["mode"] == "skip_below":
+            assert "active_attention:torch" not in outcome["paths"], (
+                f"{where}: it asks which heads are active"
+            )
+        if outcome["mode"] in ("prefill", "decode") and outcome["mechanism"] in ("full", "local", "near-far"):
+            assert not any("flex" in path for path in outcome["paths"]), f"{where}: it compiles"
