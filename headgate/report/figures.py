@@ -42,7 +42,6 @@ def figures(results: Mapping[str, Any]) -> dict[str, PageFigure]:
         curve_figure,
         tuning_figure,
         cost_against_length,
-        tuning_figure,
         position_figure,
         answer_figure,
         ablation_figure,
@@ -249,30 +248,6 @@ def _crossings(painter: Painter, marks: Rows) -> alt.Chart:
             ],
         )
     )
-
-
-def tuning_figure(results: Mapping[str, Any], painter: Painter) -> PageFigure | None:
-    """How sensitive each variant is to the learning rate."""
-    name = "train.learning_rate"
-    own = results["config"]["train"]["learning_rate"]
-    rows = [
-        {"label": one["label"], "rate": trial["settings"].get(name, own), "loss": trial["losses"][0]}
-        for one in (results["tuning"] or {"variants": []})["variants"]
-        for trial in one["trials"]
-        if trial["losses"] and trial["losses"][0] is not None
-    ]
-    if len({row["rate"] for row in rows}) < 2:
-        return None
-    rows.sort(key=lambda row: row["rate"])
-    x = alt.X("rate:Q", title="learning rate", scale=LOGARITHMIC)
-    tooltip = [
-        alt.Tooltip("label:N", title="variant"),
-        alt.Tooltip("rate:Q", title="learning rate", format=".3~g"),
-        alt.Tooltip("loss:Q", format=".4f"),
-    ]
-    views = {"": painter.lines(rows, x, ("loss", "validation loss at the first rung"), tooltip)}
-    caption = "Every trial after a quarter of its steps; other settings were drawn along with it."
-    return PageFigure("tuning", "Loss against learning rate", caption, views)
 
 
 def position_figure(results: Mapping[str, Any], painter: Painter) -> PageFigure | None:
