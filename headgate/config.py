@@ -461,6 +461,43 @@ class SuiteOptions:
         return rates[:2] if self.quick and self.rates == SuiteOptions.rates else rates
 
 
+@dataclass(frozen=True)
+class EngineOptions:
+    """Where the runs of a study are carried out: what does not change its results."""
+
+    on: Literal["local", "slurm", "ray"] = "local"
+    """This machine, or a cluster; there the runs go on when this command ends, and the same command, here or
+    elsewhere, takes them up again."""
+    processes: int = 1
+    """Processes of each run, one for each of its GPUs, started by torchrun on every node."""
+    nodes: int = 1
+    """Nodes of each run; Slurm alone."""
+    slurm: str = ""
+    """Settings of Slurm's jobs as sbatch calls them, as in partition=gpu,gpus=1,time=120."""
+    ray: str = ""
+    """Resources of each run on Ray, as in num_gpus=1,num_cpus=8."""
+    ray_address: str = "auto"
+    """Where the Ray cluster is."""
+
+    def __post_init__(self) -> None:
+        require_at_least(self, 1, "processes", "nodes")
+        for engine in ("slurm", "ray"):
+            text = getattr(self, engine)
+            if text and self.on != engine:
+                raise HeadgateError(f"--{engine} {text!r} is for --on {engine}, and --on is {self.on}")
+            engine_settings(text, f"--{engine}")
+        if self.nodes > 1 and self.on != "slurm":
+            raise HeadgateError(f"--nodes {self.nodes} needs --on slurm, and --on is {self.on}")
+
+
+def engine_settings(text: str, option: str) -> dict[str, str]:
+    """`partition=gpu,time=60` by name."""
+    assignments, bare = split_assignments(text)
+    if bare:
+        raise HeadgateError(f"{option} {text!r} has {bare[0]!r} without a value; write NAME=VALUE,...")
+    return {name: str(value) for name, value in assignments}
+
+
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], where: str = "") -> list[str]:
     """What differs between two plain configs, each as `path=before and not now`."""
     found = []

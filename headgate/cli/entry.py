@@ -10,7 +10,7 @@ from headgate.cli.costs import bench, plan
 from headgate.cli.data import prepare
 from headgate.cli.exits import exit_codes
 from headgate.cli.runs import convert, evaluate, generate, train
-from headgate.cli.studies import ablate, compare, report, suite
+from headgate.cli.studies import ablate, cancel, compare, report, status, suite
 from headgate.errors import HeadgateError, suggestion
 from headgate.registry import use_file
 from headgate.version import __version__
@@ -25,8 +25,10 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "convert": convert,
     "compare": compare,
     "ablate": ablate,
-    "report": report,
     "suite": suite,
+    "status": status,
+    "cancel": cancel,
+    "report": report,
     "bench": bench,
     "plan": plan,
 }

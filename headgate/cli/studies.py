@@ -1,10 +1,10 @@
-"""Commands for a whole comparison: compare, ablate and report."""
+"""Commands for whole comparisons: compare, ablate, suite and report; status and cancel while they run."""
 
 import sys
 from pathlib import Path
 
 from headgate.cli.shelves import check_names
-from headgate.config import StudyOptions, SuiteOptions
+from headgate.config import EngineOptions, StudyOptions, SuiteOptions
 
 
 def compare(
@@ -15,6 +15,7 @@ def compare(
     out: str,
     override: tuple[str, ...] = (),
     options: StudyOptions = StudyOptions(),  # noqa: B008 - frozen
+    engine: EngineOptions = EngineOptions(),  # noqa: B008 - frozen
 ) -> None:
     """Train mechanisms under equal conditions over several seeds, measure their cost, and write a report.
 
@@ -34,7 +35,7 @@ def compare(
     check_names(names)
     from headgate.compare.study import run_study
 
-    complete = run_study(names, data, out, override, options)
+    complete = run_study(names, data, out, override, options, engine)
     if not options.dry_run:
         _show_study(out, complete=complete)
 
@@ -47,6 +48,7 @@ def ablate(
     out: str,
     override: tuple[str, ...] = (),
     options: StudyOptions = StudyOptions(),  # noqa: B008 - frozen
+    engine: EngineOptions = EngineOptions(),  # noqa: B008 - frozen
 ) -> None:
     """Compare a mechanism with each of its ablations and the baseline, as `headgate compare` does.
 
@@ -60,9 +62,42 @@ def ablate(
     from headgate.compare.study import run_study
     from headgate.compare.variants import with_ablations
 
-    complete = run_study(with_ablations(name), data, out, override, options)
+    complete = run_study(with_ablations(name), data, out, override, options, engine)
     if not options.dry_run:
         _show_study(out, complete=complete)
+
+
+def status(folder: str, /, *, json: bool = False, watch: float | None = None) -> None:
+    """Tell how far a study is: what runs where, what is left, and what failed.
+
+    Args:
+        folder: The study folder, on this machine or one that a cluster shares.
+        json: Print everything as JSON.
+        watch: Print it again every so many seconds, until nothing is left to do.
+    """
+    from headgate.compare.status import print_status, status_dict, study_status, watch_status
+
+    if json:
+        from json import dumps
+
+        print(dumps(status_dict(study_status(folder)), indent=2))
+    elif watch is None:
+        print_status(study_status(folder))
+    else:
+        watch_status(folder, watch)
+
+
+def cancel(folder: str, /, *, ray_address: str = "auto") -> None:
+    """Stop the runs of a study wherever they are; `headgate compare` resumes them.
+
+    Args:
+        folder: The study folder.
+        ray_address: Where the Ray cluster is, if runs are on one.
+    """
+    from headgate.compare.status import cancel_study
+
+    stopped = cancel_study(folder, ray_address)
+    print(f"stopping {len(stopped)} runs" if stopped else "nothing was running or queued")
 
 
 def report(folder: str, /, *, against: str | None = None, publish: str | None = None) -> None:
@@ -114,6 +149,7 @@ def suite(
     out: str,
     override: tuple[str, ...] = (),
     options: SuiteOptions = SuiteOptions(),  # noqa: B008 - frozen
+    engine: EngineOptions = EngineOptions(),  # noqa: B008 - frozen
 ) -> None:
     """Try mechanisms on small synthetic tasks, each at the best of a few learning rates, and score them.
 
@@ -129,7 +165,7 @@ def suite(
     from headgate.compare.suite_results import print_suite
     from headgate.report.suite_page import write_suite_page
 
-    complete = run_suite(names, out, override, options)
+    complete = run_suite(names, out, override, options, engine)
     page = write_suite_page(out)
     print_suite(out)
     print(f"\nthe page is {page}; suite.json and suite.md beside it have the numbers")

@@ -87,6 +87,8 @@ class JobRunner:
     threads: int
     """Of each run."""
     executor: Executor
+    processes: int = 1
+    """Of each run."""
 
     def run(self, jobs: Sequence[Job], progress: StudyProgress) -> list[Job]:
         waiting = {job.key: job for job in jobs if not job.finished}
@@ -126,7 +128,16 @@ class JobRunner:
 
     def _task(self, job: Job) -> Task:
         words = tuple(job.command(self.study_folder, self.data))
-        return Task(job.key, job.name, words, str(job.folder), str(job.log), self.threads)
+        return Task(
+            job.key,
+            job.name,
+            words,
+            str(job.folder),
+            str(job.log),
+            self.threads,
+            self.processes,
+            end=job.end,
+        )
 
 
 @contextmanager

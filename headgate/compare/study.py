@@ -13,10 +13,10 @@ from pathlib import Path
 from headgate import config, files
 from headgate.compare.claims import check_variants
 from headgate.compare.controls import with_controls
-from headgate.compare.executors.local import LocalExecutor
+from headgate.compare.executors.executor import make_executor, run_alone
 from headgate.compare.folder import PUBLISHED, TUNED, Study, StudyFolder, Winners
 from headgate.compare.forecast import forecast, past_speeds, print_forecast
-from headgate.compare.jobs import Job, JobRunner, RunsJobs
+from headgate.compare.jobs import Job, JobRunner, RunsJobs, failure
 from headgate.compare.judging import undecided
 from headgate.compare.price import parse_ladder
 from headgate.compare.progress import StudyProgress
@@ -24,7 +24,7 @@ from headgate.compare.results import main_jobs, main_winners, write_results
 from headgate.compare.space import draw_trials, parse_space
 from headgate.compare.tuning import Tuner
 from headgate.compare.variants import Variant, parse_variants
-from headgate.config import Config, StudyOptions
+from headgate.config import Config, EngineOptions, StudyOptions
 from headgate.data.shards import open_split
 from headgate.machine import cores
 from headgate.measure.costs import CostPlan, measure_costs, step_seconds
@@ -44,6 +44,7 @@ def run_study(
     out: str | os.PathLike[str],
     overrides: Sequence[str],
     options: StudyOptions,
+    engine: EngineOptions = EngineOptions(),  # noqa: B008 - frozen
     *,
     runner: RunsJobs | None = None,
 ) -> bool:
@@ -85,9 +86,9 @@ def run_study(
         study = folder.take(asked, base)
         if claims is not None:
             config.save(claims, folder.claims_path)
+        executor = make_executor(folder.path, at_once, engine)
         if runner is None:
-            executor = LocalExecutor(folder.path, at_once)
-            runner = JobRunner(folder.path, study.data.folder, study.threads, executor)
+            runner = JobRunner(folder.path, study.data.folder, study.threads, executor, engine.processes)
         phases = Phases(folder, study, base, runner, progress)
         if study.budget == "seconds":
             phases.share_out_seconds()
@@ -97,8 +98,13 @@ def run_study(
         if study.published:
             failed += phases.judge()
         failed += phases.ladder()
-        if options.cost:
+        if options.cost and engine.on == "local":
             phases.costs(at_once)
+        elif options.cost:
+            progress.phase("costs")
+            log = run_alone(executor, folder.path, "costs", "headgate.compare.costs_process")
+            if log is not None:
+                progress.note(f"the costs could not be measured: {failure(Path(log))}")
         phases.gates()
         write_results(out)
     return not failed

@@ -21,15 +21,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from headgate import config, files
-from headgate.compare.executors.executor import run_tasks
-from headgate.compare.executors.local import LocalExecutor
+from headgate.compare.executors.executor import Executor, make_executor, run_tasks
 from headgate.compare.executors.worker import Task
 from headgate.compare.jobs import failure
 from headgate.compare.progress import StudyProgress
 from headgate.compare.suite_plan import SuitePlan, SuiteRun, final_loss, judged_runs, read_plan, tuning_runs
 from headgate.compare.suite_results import JUDGED, write_suite
 from headgate.compare.variants import parse_variants
-from headgate.config import Config, SuiteOptions
+from headgate.config import Config, EngineOptions, SuiteOptions
 from headgate.data.tasks.contract import TASKS, DrawnTask, SyntheticTask, parse_task
 from headgate.data.tasks.writing import prepare_task
 from headgate.errors import HeadgateError
@@ -51,6 +50,7 @@ def run_suite(
     out: str | os.PathLike[str],
     overrides: Sequence[str] = (),
     options: SuiteOptions | None = None,
+    engine: EngineOptions = EngineOptions(),  # noqa: B008 - frozen
 ) -> bool:
     """Run the suite, or what is left of it, and write its results; whether every run finished."""
     options = options or SuiteOptions()
@@ -74,10 +74,11 @@ def run_suite(
             prepare_task(task, source, home / "data")
             _keep_config(home, settings)
             progress.say(f"{name}: {source}")
+            executor = make_executor(home, at_once, engine)
             tuning = list(tuning_runs(plan, name, home))
-            complete &= _train(home, tuning, settings, at_once, progress)
+            complete &= _train(home, tuning, settings, executor, progress)
             judged = list(judged_runs(plan, name, home))
-            complete &= _train(home, judged, settings, at_once, progress)
+            complete &= _train(home, judged, settings, executor, progress)
             _judge(home, judged, progress)
             write_suite(folder)
     return complete
@@ -127,7 +128,7 @@ def task_config(task: SyntheticTask) -> Config:
 
 
 def _train(
-    home: Path, runs: Sequence[SuiteRun], settings: Config, at_once: int, progress: StudyProgress
+    home: Path, runs: Sequence[SuiteRun], settings: Config, executor: Executor, progress: StudyProgress
 ) -> bool:
     """Train what is not finished; a run that fails does not stop the others. Whether all finished."""
     if not runs:
@@ -153,8 +154,7 @@ def _train(
         done = sum(min(last_step(task.folder), steps) for task in running)
         progress.update_runs(settled + done, [task.name for task in running])
 
-    tasks = [run.queued() for run in waiting.values()]
-    executor = LocalExecutor(home, at_once)
+    tasks = [replace(run.queued(), end=steps) for run in waiting.values()]
     return not run_tasks(executor, home, tasks, lambda task: waiting[task.key].finished, ended, looked)
 
 

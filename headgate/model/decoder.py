@@ -33,6 +33,7 @@ from headgate.model.cache import Cache, LayerCache
 from headgate.model.generate import Completion, Prompts, Sampling, Stop, Stream, generate
 from headgate.model.tensors import KEY as DIGEST
 from headgate.model.tensors import read_metadata, read_tensors, write_tensors
+from headgate.ops.dispatch import forced_backend, is_transformed
 from headgate.ops.documents import document_starts
 from headgate.ops.loss import linear_cross_entropy, rows_at_once
 from headgate.ops.norm import is_plain, rms_norm
@@ -199,8 +200,10 @@ class Decoder(nn.Module):
 
     def loss(self, x: Tensor, targets: Tensor, *, reduction: Literal["mean", "sum", "none"]) -> Tensor:
         """The cross-entropy of final states (B,T,C), as `forward` gives it. An output layer with an adapter
-        or hooks makes all logits at once."""
-        if not self.config.tied_embeddings and not is_plain(self.head):
+        or hooks makes all logits at once; so do torch.func and the reference backend, which can be
+        differentiated twice."""
+        plain = self.config.tied_embeddings or is_plain(self.head)
+        if not plain or is_transformed() or forced_backend() == "reference":
             flat = self.logits(x).flatten(0, 1).float()
             loss = F.cross_entropy(flat, targets.flatten(), ignore_index=-100, reduction=reduction)
             return loss.unflatten(0, targets.shape) if reduction == "none" else loss

@@ -37,6 +37,9 @@ from headgate.mechanisms.contract import initialise
 from headgate.model.cache import Cache
 from headgate.model.convert import MODEL_TYPE
 from headgate.model.decoder import Decoder
+from headgate.model.use import take_out, use
+
+__all__ = ["HeadgateConfig", "HeadgateForCausalLM", "take_out", "use"]
 
 IGNORED = -100
 """The label of a token that does not count."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from headgate.errors import HeadgateError, suggestion
 
@@ -104,10 +105,14 @@ class Op:
                 f"backend={backend!r} is no path of {self.name}; {suggestion(backend, known)}"
             )
         refusals: list[tuple[str, str]] = []
+        transformed = is_transformed()
         for path in self.paths:
             if backend not in ("auto", path.name):
                 continue
-            reason = path.refuse(*args, **kwargs)
+            if transformed and path.name != "reference":
+                reason: str | None = "torch.func and forward derivatives take the formula in plain PyTorch"
+            else:
+                reason = path.refuse(*args, **kwargs)
             if reason is None:
                 kernel = "" if path.kernel is None else path.kernel(*args, **kwargs)
                 return path, Explanation(self.name, path.name, tuple(refusals), kernel)
@@ -115,6 +120,14 @@ class Op:
         raise HeadgateError(
             f"{self.name} has no path for this: " + "; ".join(f"{p}: {r}" for p, r in refusals)
         )
+
+
+def is_transformed() -> bool:
+    """Whether a transform of torch.func (grad, vmap, jvp ...) or a forward derivative is under way: what has
+    a backward pass of its own then takes its formula."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:

@@ -35,7 +35,8 @@ def linear_cross_entropy(
     rows = min(rows_at_once(weight.shape[0], x.device), x.shape[0])
     dtype = product_dtype(x)
     if dtype not in (torch.bfloat16, torch.float16):
-        options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=rows)
+        compiling = torch.compiler.is_compiling()  # without it PyTorch would warn, and so break the graph
+        options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=rows, allow_retain_graph=compiling)
         return F.linear_cross_entropy(
             x, weight, targets, ignore_index=IGNORED, reduction=reduction, options=options
         )

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from headgate.ops.dispatch import is_transformed
 
 
 def merged(
@@ -26,7 +27,7 @@ def mixed(first: Tensor, second: Tensor, gate: Tensor) -> Tensor:
     Nothing is kept for the backward pass but the three, of which attention keeps two anyway.
     """
     gate = gate.to(first.dtype)  # under autocast it may be in half precision
-    if not torch.is_grad_enabled():
+    if is_transformed() or not torch.is_grad_enabled():
         return torch.lerp(second, first, gate)
     result: Tensor = _Mixed.apply(first, second, gate)
     return result
@@ -39,7 +40,6 @@ class _Mixed(torch.autograd.Function):
         return torch.lerp(second, first, gate)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         first, second, gate = ctx.saved_tensors
         d_first = d_out * gate
@@ -49,6 +49,8 @@ class _Mixed(torch.autograd.Function):
 
 def weighted_sum(parts: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
     """The sum of parts (B,H,T,D), each times its weights (B,H,T,1)."""
+    if is_transformed():
+        return torch.stack([part * weight for part, weight in zip(parts, weights, strict=True)]).sum(0)
     result: Tensor = _WeightedSum.apply(*parts, *weights)
     return result
 
@@ -64,7 +66,6 @@ class _WeightedSum(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, ...]:
         given = ctx.saved_tensors
         parts, weights = given[: len(given) // 2], given[len(given) // 2 :]

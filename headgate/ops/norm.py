@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headgate.ops.dispatch import is_transformed
+
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -18,9 +20,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.is_cuda:  # one fused kernel there, which autocast would have return fp32
         with torch.autocast("cuda", enabled=False):
             return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
-    if not torch.compiler.is_compiling() and (
-        not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
-    ):
+    if is_transformed() or not torch.is_grad_enabled():
         return _formula(x, weight, eps)
     result: Tensor = _RMSNorm.apply(x, weight, eps)
     return result

@@ -6,13 +6,15 @@ lease is renewed. Engines are asked only which of the tasks they were given are 
 
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
 from headgate.compare.executors.leases import Watch, read_holder
 from headgate.compare.executors.worker import Task, lease_folder, write_task
+from headgate.config import EngineOptions, engine_settings
+from headgate.errors import HeadgateError
 
 TRIES = 4
 """How often a run is given to an engine that loses it: its machine died, or somebody cancelled it."""
@@ -56,6 +58,7 @@ def run_tasks(
     `ended(task, finished)` is called for each as it ends, `looked(running)` after every look.
     """
     waiting = {task.key: task for task in tasks}
+    cancel_mark(study).unlink(missing_ok=True)
     for task in tasks:
         write_task(study, task)
     watches = {key: Watch() for key in waiting}
@@ -66,6 +69,8 @@ def run_tasks(
         executor.start([task for key, task in waiting.items() if key not in before])
         while waiting:
             time.sleep(executor.interval)
+            if cancel_mark(study).exists():
+                raise HeadgateError("the study was cancelled; the same command resumes it")
             active = executor.active()
             for key, task in list(waiting.items()):
                 if key in active or not watches[key].is_silent(lease_folder(study, key)):
@@ -83,6 +88,41 @@ def run_tasks(
     return failed
 
 
+def run_alone(executor: Executor, study: Path, name: str, module: str) -> str | None:
+    """Run a module on the study's folder, alone on a machine of the engine's; the log to look into if it
+    failed."""
+    home = study.resolve()
+    log = home / "logs" / f"{name}.txt"
+    task = Task(name, name, (str(home),), str(home / name), str(log), exclusive=True, module=module)
+
+    def is_finished(task: Task) -> bool:
+        _, holder = read_holder(lease_folder(study, name))
+        return holder is not None and holder.ended == 0
+
+    failed = run_tasks(executor, study, [task], is_finished, lambda *_: None, lambda _: None)
+    return str(log) if failed else None
+
+
+def cancel_mark(study: Path) -> Path:
+    """Whoever waits for the runs stops when this file appears."""
+    return study / "queue" / "cancelled"
+
+
+def make_executor(study: Path, at_once: int, options: EngineOptions) -> Executor:
+    """The engine that was asked for; one sentence if it is not there."""
+    if options.on == "slurm":
+        from headgate.compare.executors.slurm import SlurmExecutor
+
+        return SlurmExecutor(study, engine_settings(options.slurm, "--slurm"), options.nodes)
+    if options.on == "ray":
+        from headgate.compare.executors.ray import RayExecutor
+
+        return RayExecutor(study, options.ray_address, engine_settings(options.ray, "--ray"))
+    from headgate.compare.executors.local import LocalExecutor
+
+    return LocalExecutor(study, at_once)
+
+
 def was_lost(study: Path, key: str) -> bool:
     """Whether the run was stopped from outside, or its worker is gone without a word; a worker whose run
     failed has noted that."""
@@ -93,14 +133,3 @@ def was_lost(study: Path, key: str) -> bool:
 def is_running(study: Path, key: str) -> bool:
     _, holder = read_holder(lease_folder(study, key))
     return holder is not None and holder.ended is None
-
-
-def settings_of(text: str, option: str) -> Mapping[str, str]:
-    """`partition=gpu,time=60` as the engine's own settings."""
-    from headgate.config import split_assignments
-    from headgate.errors import HeadgateError
-
-    assignments, bare = split_assignments(text)
-    if bare:
-        raise HeadgateError(f"{option} {text!r} has {bare[0]!r} without a value; write NAME=VALUE,...")
-    return {name: str(value) for name, value in assignments}

@@ -91,6 +91,10 @@ class Lease:
             os.link(draft, path)
         except FileExistsError:
             return False
+        except OSError as error:
+            raise HeadgateError(
+                f"{str(path)!r} cannot be made: {error.strerror}; leases need a file system with hard links"
+            ) from error
         finally:
             draft.unlink()
         for earlier in _generations(self.folder):

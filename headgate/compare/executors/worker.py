@@ -8,13 +8,13 @@ heavy, so it costs next to nothing beside the child.
 import ctypes
 import os
 import signal
-import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from headgate import config, files
@@ -44,6 +44,12 @@ class Task:
     """Of the run, on each node; more than one are started by torchrun."""
     exclusive: bool = False
     """Whether nothing else may run beside it, as when costs are measured."""
+    module: str = "headgate"
+    """What Python runs with these words."""
+    end: int = 0
+    """The step it goes to, if it is a run."""
+    directory: str = field(default_factory=os.getcwd)
+    """Where the paths above count from, if they are relative."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,7 @@ def read_task(study: Path, key: str) -> Task:
 def work(study: Path, key: str, *, engine: str, job: str = "", nodes: Nodes | None = None) -> int:
     """Carry out a task; its exit code, or 0 if another has it in hand."""
     task, nodes = read_task(study, key), nodes or Nodes()
+    os.chdir(task.directory)
     if nodes.rank:
         return _Child(task, nodes).wait()
     files.own_folder(lease_folder(study, key))
@@ -103,8 +110,9 @@ class _Child:
                 start_new_session=True, preexec_fn=None if sys.platform == "win32" else _end_with_parent,
             )  # fmt: skip
         self._log = task.log
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: self._process.terminate())
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, lambda *_: self._process.terminate())
 
     def kill(self) -> None:
         for pid in (self._process.pid, *_descendants(self._process.pid)):
@@ -121,7 +129,7 @@ class _Child:
 
 def _command(task: Task, nodes: Nodes) -> list[str]:
     if task.processes == nodes.count == 1:
-        return [sys.executable, "-m", "headgate", *task.words]
+        return [sys.executable, "-m", task.module, *task.words]
     run = [
         "--nproc-per-node",
         str(task.processes),
@@ -134,7 +142,7 @@ def _command(task: Task, nodes: Nodes) -> list[str]:
         run.append("--standalone")
     else:
         run += ["--master-addr", nodes.address, "--master-port", str(nodes.port)]
-    return [sys.executable, "-m", "torch.distributed.run", *run, "-m", "headgate", *task.words]
+    return [sys.executable, "-m", "torch.distributed.run", *run, "-m", task.module, *task.words]
 
 
 def _end_with_parent() -> None:
@@ -168,10 +176,14 @@ def _wait_for_folder(folder: Path) -> None:
             time.sleep(0.2)
 
 
-def free_port() -> int:
-    with socket.socket() as opened:
-        opened.bind(("", 0))
-        return int(opened.getsockname()[1])
+def say_how_to_return(active: Set[str], study: Path) -> None:
+    """For an engine whose runs go on when the study's process ends before them."""
+    if active:
+        print(
+            f"headgate: the runs go on; the same command waits for them again, headgate status {study} tells "
+            f"how far they are, headgate cancel {study} stops them",
+            file=sys.stderr,
+        )
 
 
 def main(words: Sequence[str]) -> int:
