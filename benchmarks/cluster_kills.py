@@ -4,8 +4,8 @@ study's.
     python benchmarks/cluster_kills.py --kills 30
 
 Each round runs a small study on a real Slurm or Ray cluster of this machine (tests/compare/engines.py) and
-kills, a few times, one of: the command itself, the process of a run, its worker, or all Slurm jobs. The command is
-started again whenever it is gone. A round fails if the results differ.
+kills, a few times, one of: the command itself, the process of a run, its worker, or all Slurm jobs. The
+command is started again whenever it is gone. A round fails if the results differ.
 """
 
 import argparse

@@ -18,7 +18,7 @@ from headgate.config import override
 from headgate.machine import keep_memory
 from headgate.measure.costs import build, peak_memory, training_step
 from headgate.measure.speed import interleaved, ratios
-from headgate.train.start import named_config
+from headgate.recipes import named_config
 
 MECHANISMS = ["full", "dynamic-sparse", "local", "head-gated", "context-adaptive:select=block"]
 

@@ -569,6 +569,22 @@ def save(config: Any, path: str | os.PathLike[str], *, seal: bool = False) -> No
     files.write_json(path, files.sealed(values) if seal else values)
 
 
+def as_overrides(config: Any) -> list[str]:
+    """Every setting of a config, as `override` takes it."""
+    lines = []
+
+    def add(values: Mapping[str, Any], before: str) -> None:
+        for name, value in values.items():
+            if isinstance(value, Mapping) and value:
+                add(value, f"{before}{name}.")
+            else:
+                text = value if isinstance(value, str) else json.dumps(value)
+                lines.append(f"{before}{name}={text}")
+
+    add(to_dict(config), "")
+    return lines
+
+
 def override(config: T, assignments: Iterable[str]) -> T:
     """A copy with assignments applied, such as `model.d_model=256`; a value is read as JSON, else as text."""
     values = to_dict(config)

@@ -152,6 +152,19 @@ def write_all(file: io.FileIO, data: bytes | memoryview) -> None:
         data = data[file.write(data) :]
 
 
+def require_writable(path: AnyPath) -> None:
+    """Raise, before long work, unless a file can be written at a path; nothing stays there."""
+    path = Path(path)
+    if not path.absolute().parent.is_dir():
+        raise HeadgateError(f"{str(path)!r} lies in no existing folder; make it first")
+    if kind(path) not in ("", "missing"):
+        raise HeadgateError(f"{str(path)!r} is {kind(path)}; expected a file to write")
+    probe = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with naming(path):
+        open_new(probe).close()
+        probe.unlink()
+
+
 def write_json(path: AnyPath, values: Any) -> None:
     """Write plain values as JSON, whole or not at all; a number that is not finite is an error."""
     write_text(path, json.dumps(values, indent=2, allow_nan=False) + "\n")
@@ -181,7 +194,8 @@ def unsealed(values: Mapping[str, Any], path: AnyPath) -> dict[str, Any]:
 
 
 def _digest(values: Mapping[str, Any]) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(values, sort_keys=True).encode())
+    as_read = json.loads(json.dumps(values))  # where every key is text, and sorts as such
+    return xxhash.xxh3_128_hexdigest(json.dumps(as_read, sort_keys=True).encode())
 
 
 def finite(value: Any) -> Any:
@@ -229,6 +243,20 @@ def locked(folder: Path, doing: str) -> Iterator[None]:
         for path in made:
             with suppress(OSError):
                 path.rmdir()
+
+
+def is_locked(path: Path) -> bool:
+    """Whether another process holds a folder's lock file; asked without writing."""
+    if sys.platform == "win32":
+        return True  # whoever held it last removes it
+    import fcntl
+
+    with open_to_read(path) as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
 
 
 def _lock(file: io.FileIO) -> bool:

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from headgate.config import Config, ModelConfig, TrainConfig
+from headgate import files
+from headgate.config import Config, ModelConfig, TrainConfig, load
 from headgate.registry import Registry
 
 
@@ -31,6 +32,13 @@ def recipe(name: str, *, parameters: int) -> Callable[[Callable[[], Config]], Ca
 
 def get_recipe(name: str) -> Config:
     return RECIPES.get(name).make()
+
+
+def named_config(recipe: str) -> Config:
+    """A recipe by its name, or the config in a file."""
+    if recipe.endswith(".json") or files.kind(recipe) not in ("missing", "a folder"):
+        return load(Config, recipe)
+    return get_recipe(recipe)
 
 
 @recipe("tiny", parameters=1_262_976)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from headgate import files
 from headgate.errors import HeadgateError, suggestion
 
 T = TypeVar("T")
@@ -74,7 +75,9 @@ class Registry(Generic[T]):
         names = self._names_from(file)
         if not names:
             if not file.is_file():
-                raise HeadgateError(f"the file {str(path)!r} of a {self.kind} does not exist; check its path")
+                found = files.kind(file)
+                what = "does not exist" if found == "missing" else f"is {found}"
+                raise HeadgateError(f"the file {str(path)!r} of a {self.kind} {what}; check its path")
             before = dict(self._entries)
             try:
                 _run_file(file)

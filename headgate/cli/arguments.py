@@ -116,6 +116,10 @@ def _settings_last(words: Sequence[str], known: dict[str, Option]) -> list[str]:
         else:
             rest.append(word)
             is_value = flag in known and known[flag].takes_value and "=" not in word
+    given = [setting.partition("=")[0] for setting in settings]
+    twice = next((name for name in given if given.count(name) > 1), None)
+    if twice is not None:
+        raise HeadgateError(f"{twice} is set twice; keep one of them")
     return [*rest, "--override", *settings] if settings else rest
 
 

@@ -1,4 +1,4 @@
-"""`headgate mechanisms`: the registry as a table, or one mechanism in full."""
+"""`headgate mechanisms` and `headgate recipes`: what is known, as a table, or one of them in full."""
 
 import ast
 import dataclasses
@@ -29,6 +29,29 @@ def mechanisms(name: str | None = None, /) -> None:
         for spec in parse_mechanisms(name):
             make_options(spec.name, spec.options)  # what no option can be is refused here as elsewhere
             print_one(spec.name)
+
+
+def recipes(name: str | None = None, /) -> None:
+    """List the recipes, or show one with all its settings, as --override and bare words take them.
+
+    Args:
+        name: The recipe to show, such as tiny, or a config.json. Default: a table of all.
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    from headgate import config
+    from headgate.progress import table_console
+    from headgate.recipes import RECIPES, named_config
+
+    if name is not None:
+        print("\n".join(config.as_overrides(named_config(name))))
+        return
+    table = Table("recipe", "parameters", "what it is", box=None, pad_edge=False)
+    for known in RECIPES.names():
+        recipe = RECIPES.get(known)
+        table.add_row(*map(Text, (known, f"{recipe.parameters:,}", recipe.summary)))
+    table_console().print(table)
 
 
 def option_texts(options: "type[MechanismOptions]") -> dict[str, str]:

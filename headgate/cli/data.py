@@ -18,6 +18,7 @@ def prepare(
     dedup: bool = False,
     max_tokens: int | None = None,
     end_of_text: str | None = None,
+    separator: str | None = None,
     workers: int | None = None,
     check: str | None = None,
 ) -> None:
@@ -27,12 +28,15 @@ def prepare(
         source: 'stdlib', a file, a folder, a glob, an address such as hf://datasets/HuggingFaceFW/fineweb, or
             a synthetic task such as mqar:pairs=8,length=256; docs/tasks.md lists them.
         out: The folder to write. Run the same command again to continue an interrupted prepare.
-        tokenizer: 'byte', 'bpe:N', a tokenizer.json, a folder that holds one, or a name on the hub.
+        tokenizer: 'byte', 'bpe:N', a tokenizer.json, GPT-2's vocab.json and merges.txt, a folder that holds
+            one of them, or a name on the hub.
         text_column: The column or key that holds the text in parquet and JSON files.
         splits: Shares of train, val and test.
         dedup: Drop texts that occurred before.
         max_tokens: Stop after the document that reaches this many tokens. Default: read the whole source.
         end_of_text: The token that closes each document. Default: the tokenizer's own.
+        separator: What stands between the documents of a .txt, .md or .py file, such as '\\n\\n'. Default: a
+            file is one document.
         workers: Threads that tokenise. Default: one for each core.
         check: Verify every checksum and index of this folder; nothing is written.
     """
@@ -44,7 +48,7 @@ def prepare(
     from headgate.data.tasks.writing import prepare_task
 
     for_text = {"tokenizer": tokenizer, "text_column": text_column, "dedup": dedup, "max_tokens": max_tokens}
-    for_text |= {"end_of_text": end_of_text, "workers": workers}
+    for_text |= {"end_of_text": end_of_text, "separator": separator, "workers": workers}
     if check is not None:
         if source is not None:
             raise HeadgateError(f"--check {check} takes no source, but {source!r} was given; leave it out")
@@ -58,8 +62,15 @@ def prepare(
             _refuse_given(f"source {source!r}", for_text)
             print_summary(prepare_task(task, source, Path(out), shares), out)
             return
-        request = data.Request(source, tokenizer, text_column, shares, dedup, max_tokens, end_of_text)
+        request = data.Request(
+            source, tokenizer, text_column, shares, dedup, max_tokens, end_of_text, _written(separator)
+        )
         print_summary(data.prepare(request, out, workers=workers), out)
+
+
+def _written(separator: str | None) -> str | None:
+    r"""A separator with \n and \t for the characters that they stand for, which are hard to type."""
+    return separator and separator.replace("\\n", "\n").replace("\\t", "\t")
 
 
 def _refuse_given(what: str, options: dict[str, Any]) -> None:

@@ -5,11 +5,12 @@ import sys
 from collections.abc import Callable, Sequence
 
 from headgate.cli.arguments import parse
-from headgate.cli.catalogue import mechanisms
+from headgate.cli.catalogue import mechanisms, recipes
+from headgate.cli.completion import completion
 from headgate.cli.costs import bench, plan
 from headgate.cli.data import prepare
 from headgate.cli.exits import exit_codes
-from headgate.cli.runs import convert, evaluate, generate, train
+from headgate.cli.runs import convert, evaluate, generate, runs, train
 from headgate.cli.studies import ablate, cancel, compare, report, status, suite
 from headgate.errors import HeadgateError, suggestion
 from headgate.registry import use_file
@@ -18,8 +19,10 @@ from headgate.version import __version__
 FILE_OPTION = "--mechanism-file"
 COMMANDS: dict[str, Callable[..., None]] = {
     "mechanisms": mechanisms,
+    "recipes": recipes,
     "prepare": prepare,
     "train": train,
+    "runs": runs,
     "evaluate": evaluate,
     "generate": generate,
     "convert": convert,
@@ -31,6 +34,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "report": report,
     "bench": bench,
     "plan": plan,
+    "completion": completion,
 }
 
 

@@ -4,12 +4,16 @@ Code 130 follows Ctrl-C, 128 + N another signal that stopped a run. What is left
 """
 
 import errno
+import io
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from headgate.errors import HeadgateError
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+"""Errors that only writing can meet."""
 
 
 @contextmanager
@@ -33,7 +37,8 @@ def exit_codes() -> Iterator[None]:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         what = "standard output" if error.filename is None else repr(str(error.filename))
-        _refuse(f"{what} cannot be written or read: {error.strerror or error}")
+        done = "written" if error.errno in NO_ROOM else "written or read"
+        _refuse(f"{what} cannot be {done}: {error.strerror or error}")
     except MemoryError:
         _refuse("there is not enough memory for this; take a smaller model, batch or context")
     except RecursionError:
@@ -49,10 +54,18 @@ def _usable_streams() -> None:
     """Output goes somewhere, and a character that its encoding lacks is replaced, not an error."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None:  # closed by whoever started us
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - it is kept open
+        if stream is None:  # closed by whoever started us; a file of ours must not take its number
+            nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - it is kept open
+            setattr(sys, name, _Closed() if name == "stdout" else nowhere)
         elif hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace" if name == "stderr" else "replace")
+
+
+class _Closed(io.TextIOBase):
+    """Standard output that is closed: a command that has nothing to print works, and others say why not."""
+
+    def write(self, text: str, /) -> int:
+        raise HeadgateError("standard output is closed; send it to a file, or to /dev/null")
 
 
 @contextmanager

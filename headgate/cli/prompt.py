@@ -54,13 +54,20 @@ def find_tokenizer(path: Path) -> Path:
 
 
 def read_prompt(prompt: str) -> str:
-    """The prompt, or standard input for '-'."""
+    """The prompt, or standard input for '-'; both are UTF-8, whatever the locale says."""
     if prompt != "-":
-        return prompt
+        return _text(os.fsencode(prompt), "the prompt")
+    if sys.stdin is None:
+        raise HeadgateError("standard input is closed; give the prompt itself")
+    return _text(getattr(sys.stdin, "buffer", None) or sys.stdin, "standard input")
+
+
+def _text(given: Any, what: str) -> str:
+    data = given if isinstance(given, bytes) else given.read()
     try:
-        return sys.stdin.read()
+        return data if isinstance(data, str) else data.decode()
     except UnicodeDecodeError as error:
-        raise HeadgateError(f"standard input is not UTF-8 text ({error})") from None
+        raise HeadgateError(f"{what} is not UTF-8: {error.reason} at byte {error.start}") from None
 
 
 def write(

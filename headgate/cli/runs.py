@@ -37,6 +37,18 @@ def train(
         sys.exit(128 + stopped_by)
 
 
+def runs(folder: str = ".", /, *, json: bool = False) -> None:
+    """List the runs in a folder and the folders below it: what they train, how far they are, their loss.
+
+    Args:
+        folder: The folder to look through, such as a study. Default: the current one.
+        json: Print a JSON list instead of a table.
+    """
+    from headgate.train.listing import print_runs
+
+    print_runs(folder, as_json=json)
+
+
 def evaluate(
     run: str,
     /,

@@ -98,7 +98,7 @@ class StudyFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         files.own_folder(self.path / "logs")
         config.save(base, self.path / "config.json")
-        config.save(study, self.path / "study.json")
+        config.save(study, self.path / "study.json", seal=True)
 
     def refuse_strangers(self) -> None:
         taken = self.path.exists() and (

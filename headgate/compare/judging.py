@@ -10,8 +10,8 @@ from headgate.compare.folder import Study
 from headgate.compare.jobs import Job
 from headgate.compare.statistics import ABLATIONS, CONTROLS, NAMED, Difference, Losses, compare_losses
 from headgate.compare.variants import Variant
-from headgate.files import read_json
 from headgate.train.evaluate import DocumentLosses, read_document_losses
+from headgate.train.folder import RunFolder
 
 
 def judged_loss(job: Job) -> tuple[float, DocumentLosses | None]:
@@ -22,7 +22,7 @@ def judged_loss(job: Job) -> tuple[float, DocumentLosses | None]:
     if documents is not None and len(documents.loss):
         loss = float(documents.loss.sum() / documents.tokens.sum())
     else:
-        final = read_json(job.folder / "summary.json")["final"]["loss"]
+        final = RunFolder(job.folder).read_summary()["final"]["loss"]
         documents, loss = None, math.inf if final is None else float(final)
     return (loss, documents) if math.isfinite(loss) else (math.inf, None)
 

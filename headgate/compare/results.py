@@ -34,7 +34,7 @@ from headgate.data.tasks.contract import TASKS
 from headgate.errors import HeadgateError, suggestion
 from headgate.measure.costs import Cost, CostPlan, Costs
 from headgate.mechanisms.contract import MECHANISMS, description
-from headgate.train.folder import read_metrics
+from headgate.train.folder import RunFolder, read_evaluations
 from headgate.version import __version__
 
 MEASURED = (
@@ -54,7 +54,7 @@ MEASURED = (
 def write_results(out: str | os.PathLike[str]) -> dict[str, Any]:
     """Write results.json, results.md as a table, and papers.md if the study measured what a paper claims."""
     results, folder = study_results(out), Path(out)
-    files.write_json(folder / "results.json", results)
+    files.write_json(folder / "results.json", files.sealed(results))
     files.write_text(folder / "results.md", markdown(results))
     if results["claims"]:
         files.write_text(folder / "papers.md", claims_markdown(results))
@@ -215,7 +215,7 @@ def differences_to(label: str, results: Mapping[str, Any]) -> dict[str, statisti
 
 def _run(job: Job, study_folder: Path) -> dict[str, Any]:
     run: dict[str, Any] = {"seed": job.seed, "folder": str(job.folder.relative_to(study_folder))}
-    lines = [line for line in read_metrics(job.folder) if "validation" in line]
+    lines = read_evaluations(job.folder)
     curve = [
         {
             "step": line["step"],
@@ -226,7 +226,7 @@ def _run(job: Job, study_folder: Path) -> dict[str, Any]:
         for line in lines
     ]
     if job.finished:
-        summary = _read_json(job.folder / "summary.json")
+        summary = RunFolder(job.folder).read_summary()
         loss, documents = judged_loss(job)
         run |= {
             "state": "finished",
@@ -421,7 +421,7 @@ def _summary(jobs: Sequence[Job], label: str) -> dict[str, Any]:
     """What is the same for every seed of a variant."""
     for job in jobs:
         if job.variant.label == label and job.finished:
-            summary = _read_json(job.folder / "summary.json")
+            summary = RunFolder(job.folder).read_summary()
             names = ("parameters", "mechanism_parameters", "flops_per_token", "sparsity", "kernel_paths")
             return {name: summary[name] for name in names}
     return {"parameters": None, "mechanism_parameters": None, "flops_per_token": None, "sparsity": None}
@@ -516,6 +516,7 @@ def _prepare_options(request: Mapping[str, Any]) -> list[str]:
     splits = "/".join(map(str, request.get("splits", (80, 10, 10))))
     options = {"--text-column": request.get("text_column", "text"), "--splits": splits}
     options |= {"--max-tokens": request.get("max_tokens"), "--end-of-text": request.get("end_of_text")}
+    options |= {"--separator": request.get("separator")}
     for option, value in options.items():
         if value not in (None, "text", "80/10/10"):
             words += [option, str(value)]
@@ -539,12 +540,8 @@ def _circumstances(jobs: Sequence[Job]) -> dict[str, Any]:
     found: dict[str, list[dict[str, Any]]] = {"versions": [], "machines": []}
     for job in jobs:
         if job.finished:
-            summary = _read_json(job.folder / "summary.json")
+            summary = RunFolder(job.folder).read_summary()
             for values, value in zip(found.values(), (summary["versions"], summary["machine"]), strict=True):
                 if value not in values:
                     values.append(value)
     return found
-
-
-def _read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))

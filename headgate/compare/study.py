@@ -31,8 +31,8 @@ from headgate.measure.costs import CostPlan, measure_costs, step_seconds
 from headgate.measure.gates import gates_on_passage
 from headgate.measure.skipping import can_skip, gate_skipping
 from headgate.papers.paper import load_paper
+from headgate.recipes import named_config
 from headgate.train.folder import check_fit, describe_data, read_config
-from headgate.train.start import named_config
 
 THRESHOLDS = (0.05, 0.1, 0.2, 0.3)
 """Heads and branches with gates below these are skipped, to see what that saves and costs."""
@@ -211,13 +211,13 @@ class Phases:
             self.progress.note,
         )
         if costs != before:
-            config.save(costs, self.folder.costs_path)
+            config.save(costs, self.folder.costs_path, seal=True)
         self._skipping()
 
     def _skipping(self) -> None:
         """What skipping nearly closed gates saves and costs, for mechanisms that learn theirs."""
         path = self.folder.path / "skipping.json"
-        by_label = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        by_label = files.unsealed(files.read_json(path), path) if path.is_file() else {}
         for label, run in self._first_runs().items():
             if label in by_label or not can_skip(read_config(run).model):
                 continue
@@ -230,13 +230,14 @@ class Phases:
                 seconds=self.study.cost.seconds * len(THRESHOLDS),
             )
             by_label[label] = [each.to_dict() for each in by_threshold]
-            files.write_json(path, by_label)
+            files.write_json(path, files.sealed(by_label))
 
     def gates(self) -> None:
         """The gates of each variant's first finished run on the beginning of the validation split."""
         self.progress.say("reading the gates on a passage of held-out text")
         gates = gates_on_passage(self._first_runs(), self.study.data.folder, self.base.train.context)
-        files.write_text(self.folder.path / "gates.json", json.dumps(gates, separators=(",", ":")) + "\n")
+        text = json.dumps(files.sealed(gates), separators=(",", ":"))
+        files.write_text(self.folder.path / "gates.json", text + "\n")
 
     def _first_runs(self) -> dict[str, Path]:
         """The first finished run of each variant, by label."""

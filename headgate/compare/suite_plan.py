@@ -5,10 +5,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from headgate import config, files
+from headgate import config
 from headgate.compare.executors.worker import Task
 from headgate.compare.variants import Variant
 from headgate.errors import HeadgateError
+from headgate.train.folder import RunFolder
 
 FIRST_TUNING_SEED = 1000
 
@@ -106,5 +107,5 @@ def best_rate(plan: SuitePlan, runs: Sequence[SuiteRun]) -> float | None:
 def final_loss(run: SuiteRun) -> float:
     if not run.finished:
         return math.inf
-    loss = files.read_json(run.folder / "summary.json")["final"]["loss"]
+    loss = RunFolder(run.folder).read_summary()["final"]["loss"]
     return math.inf if loss is None else float(loss)

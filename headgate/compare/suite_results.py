@@ -28,7 +28,7 @@ from headgate.config import Config
 from headgate.data.answers import TaskRecord
 from headgate.data.shards import read_manifest
 from headgate.progress import table_console
-from headgate.train.folder import read_metrics
+from headgate.train.folder import RunFolder, read_metrics
 from headgate.version import __version__
 
 JUDGED = "judged.json"
@@ -118,7 +118,7 @@ def _judged_run(run: SuiteRun, record: TaskRecord, judged: Mapping[str, Any] | N
     if not run.finished or judged is None:
         return {"seed": run.seed, "state": "failed" if run.log.is_file() else "not run"}
     loss, accuracy = judged["loss"], judged["answers"]["accuracy"]
-    summary = files.read_json(run.folder / "summary.json")
+    summary = RunFolder(run.folder).read_summary()
     curve = []
     for line in read_metrics(run.folder):
         if "validation" in line:

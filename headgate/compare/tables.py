@@ -1,5 +1,6 @@
 """The results of a study in words and as tables, for the terminal and for a paper."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -240,13 +241,15 @@ def _seeds(results: Mapping[str, Any]) -> str:
 
 def markdown(results: Mapping[str, Any]) -> str:
     columns = _columns(results)
-    lines = [f"{results['headline']} {results['conditions']}.", ""]
+    lines = [_literally(f"{results['headline']} {results['conditions']}."), ""]
     lines += [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
-    lines += [
-        f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in _cells(v, results))} |"
-        for v in results["variants"]
-    ]
+    lines += [f"| {' | '.join(map(_literally, _cells(v, results)))} |" for v in results["variants"]]
     return "\n".join([*lines, "", LEGEND, ""])
+
+
+def _literally(text: str) -> str:
+    """For Markdown: a label or a path is text, whatever is in it."""
+    return re.sub(r"([\\\\`*\[\]<>|&]|\b_|_\b)", r"\\\1", text.replace("\n", " "))
 
 
 def claims_markdown(results: Mapping[str, Any]) -> str:
@@ -259,7 +262,7 @@ def claims_markdown(results: Mapping[str, Any]) -> str:
             here += f" ({judged['low']:+.1%} to {judged['high']:+.1%})"
         printed = f"{claim['printed']} against {claim['baseline_printed']} {claim['unit']}"
         cells = [claim["paper"], claim["row"], claim["metric"], printed, f"{claim['relative']:+.1%}"]
-        lines.append(f"| {' | '.join([*cells, here, judged['verdict']])} |")
+        lines.append(f"| {' | '.join(map(_literally, [*cells, here, judged['verdict']]))} |")
     return "\n".join([*lines, ""])
 
 

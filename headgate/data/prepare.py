@@ -24,7 +24,7 @@ from headgate.data.folder import Checkpoint, PrepareState, begun, is_finished, r
 from headgate.data.shards import Manifest, ShardWriter
 from headgate.data.sources import TextSource
 from headgate.data.splits import Seen, Shares, document_key, require_training, split_of
-from headgate.data.tokenizers import Tokenizer, local_file, make_tokenizer
+from headgate.data.tokenizers import Tokenizer, definition_of, local_file, make_tokenizer
 from headgate.data.workers import Encoded, encode_in_order, read_chunks
 from headgate.errors import HeadgateError
 from headgate.machine import cores
@@ -50,8 +50,12 @@ class Request:
     """Stop with the document that reaches this many, over all splits."""
     end_of_text: str | None = None
     """The token that closes each document; the tokenizer's own when None."""
+    separator: str | None = None
+    """What stands between the documents of a text file; the file is one document when None."""
 
     def __post_init__(self) -> None:
+        if self.separator == "":
+            raise HeadgateError("--separator is empty; give the text between two documents, such as '\\n\\n'")
         config.require_at_least(self, 1, "max_tokens")
         require_training(self.splits)
 
@@ -61,7 +65,9 @@ def prepare(request: Request, out: str | os.PathLike[str], *, workers: int | Non
     if workers is not None and workers < 1:
         raise HeadgateError(f"workers={workers} is too small; expected at least 1")
     folder = files.named(out, "the folder to write")
-    source = TextSource(request.source, text_column=request.text_column, out=folder)
+    source = TextSource(
+        request.source, text_column=request.text_column, separator=request.separator, out=folder
+    )
     if is_finished(folder):  # perhaps on a disk that nothing can be written to
         return _finished(request, source, folder)
     with writing(folder):
@@ -85,6 +91,11 @@ def _prepare(request: Request, source: TextSource, folder: Path, workers: int) -
     config.save(progress, folder / "progress.json", seal=True)
     try:
         with Progress(1.0) as display:
+            if len(source.files) == 1 and source.files[0].whole:
+                display.say(
+                    f"{source.files[0].name!r} is one document, which falls into one split as a whole; "
+                    "--separator '\\n\\n' would make a document of each paragraph"
+                )
             tokenizer = _tokenizer(folder, request, source, progress.end_of_text, display)
             progress = replace(progress, end_of_text=tokenizer.end_of_text)
             config.save(progress, folder / "progress.json", seal=True)
@@ -143,12 +154,12 @@ def _refuse_another(
     """Raise, with the difference, unless this asks for what the folder was begun with."""
     asked = config.to_dict(request)
     differences = [
-        f"{name}={begun.get(name)!r} and not {value!r}"
+        f"{name}={begun.get(name)!r} and not {'none' if value is None else repr(value)}"
         for name, value in asked.items()
         if begun.get(name) != value
     ]
     given, copy = local_file(request.tokenizer), folder / "tokenizer.json"
-    if not differences and given and copy.exists() and shards.sha256(given) != shards.sha256(copy):
+    if not differences and given and copy.exists() and definition_of(given) != files.read_text(copy):
         differences = [f"another {str(given)!r}, whose contents have changed since"]
     if not differences and (folder / "sources.jsonl").exists():
         before = _listed(folder / "sources.jsonl")[:files_done]
@@ -182,11 +193,20 @@ def _tokenizer(
     if request.tokenizer.startswith("bpe:"):
         display.say(f"training {request.tokenizer} on the training split")
     limit = min(TRAINING_BYTES, 4 * (request.max_tokens or TRAINING_BYTES))
+    goal = min(limit, max(1, sum(file.size for file in source.files)))
+
+    def training_texts() -> Iterator[str]:
+        done = 0
+        for text in _training_texts(source, request.splits, limit):
+            done += len(text)
+            display.update(min(done / goal, 1.0), f"reading text to train {request.tokenizer}", MB=done / 1e6)
+            yield text
+        display.say(f"{done / 1e6:,.1f} MB read; merging pairs into {request.tokenizer}")
+
     tokenizer = make_tokenizer(
-        request.tokenizer,
-        end_of_text=request.end_of_text,
-        training_texts=lambda: _training_texts(source, request.splits, limit),
+        request.tokenizer, end_of_text=request.end_of_text, training_texts=training_texts
     )
+    display.begin(1.0)
     files.write_text(path, tokenizer.definition)
     return tokenizer
 

@@ -12,12 +12,13 @@ import stat
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from glob import has_magic
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, NamedTuple
 
+from headgate import files
 from headgate.errors import HeadgateError, suggestion
 
 WHOLE = (".txt", ".md", ".py")
@@ -45,20 +46,32 @@ class SourceFile:
     path: str
     """Its path in the file system of the source."""
     size: int
+    separated: bool = False
+    """Whether a separator makes several documents of it."""
 
     @property
     def whole(self) -> bool:
-        return self.name.endswith(WHOLE)
+        """Whether it is one document."""
+        return self.name.endswith(WHOLE) and not self.separated
 
 
 class TextSource:
     """The files of a source, in the order in which they are read."""
 
-    def __init__(self, given: str, *, text_column: str = "text", out: Path | None = None) -> None:
+    def __init__(
+        self, given: str, *, text_column: str = "text", separator: str | None = None, out: Path | None = None
+    ) -> None:
         """What lies in the folder `out`, to which the shards go, is no part of the source."""
         self.given = given
-        self.text_column = text_column
+        self.text_column, self.separator = text_column, separator
         self.filesystem, self.files = _list(given, out)
+        if separator is not None:
+            if not any(file.whole for file in self.files):
+                raise HeadgateError(
+                    f"--separator {separator!r} splits {', '.join(WHOLE)} files, and source {given!r} has "
+                    "none; leave it out"
+                )
+            self.files = tuple(replace(file, separated=file.whole) for file in self.files)
 
     def fingerprint(self, file: SourceFile) -> str:
         """Changes when the file does."""
@@ -73,6 +86,12 @@ class TextSource:
             elif file.whole:
                 if after < 1:
                     yield Document(decode(stream.read(), file.name), 1, 1.0)
+            elif file.separated:
+                assert self.separator is not None
+                pieces = decode(stream.read(), file.name).split(self.separator)
+                for row, piece in enumerate(pieces, 1):
+                    if row > after and piece.strip():
+                        yield Document(piece, row, row / len(pieces))
             else:
                 yield from self._lines(file, stream, after)
 
@@ -197,7 +216,9 @@ def _list(given: str, out: Path | None) -> tuple[Any, tuple[SourceFile, ...]]:
             return filesystem, (SourceFile(name, root, size),)
         if not filesystem.isdir(root):
             if not has_magic(root):
-                raise HeadgateError(f"source {given!r} does not exist; expected {expected}")
+                there = files.kind(root) if "file" in filesystem.protocol else "missing"
+                what = "does not exist" if there == "missing" else f"is {there}"
+                raise HeadgateError(f"source {given!r} {what}; expected {expected}")
             pattern, parts = root, root.split("/")
             root = "/".join(parts[: next(n for n, part in enumerate(parts) if has_magic(part))])
         if "file" in filesystem.protocol:

@@ -16,6 +16,8 @@ from headgate.data.sources import decode, reach, reading
 from headgate.errors import HeadgateError
 
 END_OF_TEXT = "<|endoftext|>"
+VOCABULARY = "vocab.json"
+"""With merges.txt beside it: a byte-level BPE as GPT-2 was published."""
 KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 """What tokenizers call the token that ends a document, when they were made for pre-training."""
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -141,21 +143,61 @@ def make_tokenizer(
         return Tokenizer(_trained_definition(int(size), training_texts()), end_of_text=end_of_text)
     definition, default_end = _read(name)
     try:
-        return Tokenizer(definition, end_of_text=end_of_text)
-    except HeadgateError:
-        if end_of_text or not default_end:
-            raise
-        return Tokenizer(definition, end_of_text=default_end)
+        try:
+            return Tokenizer(definition, end_of_text=end_of_text)
+        except HeadgateError:
+            if end_of_text is not None or not default_end:
+                raise
+            return Tokenizer(definition, end_of_text=default_end)
+    except HeadgateError as error:
+        raise HeadgateError(f"tokenizer {name!r}: {error}") from error
 
 
 def local_file(name: str) -> Path | None:
-    """The tokenizer.json that `name` means on this machine, if it means one."""
+    """The tokenizer.json, or the vocab.json with a merges.txt beside it, that `name` means on this machine,
+    if it means one."""
     path = Path(name)
     if path.is_dir():
-        path = path / "tokenizer.json"
-        if not path.is_file():
-            raise HeadgateError(f"tokenizer folder {name!r} has no tokenizer.json; expected one there")
-    return path if path.is_file() else None
+        files_of_it = [path / file for file in ("tokenizer.json", VOCABULARY) if (path / file).is_file()]
+        if not files_of_it:
+            raise HeadgateError(
+                f"tokenizer folder {name!r} has no tokenizer.json, nor vocab.json with merges.txt; expected "
+                "one of them"
+            )
+        path = files_of_it[0]
+    found = files.kind(path)
+    if found not in ("", "missing"):
+        raise HeadgateError(f"tokenizer {name!r} is {found}; expected a file, or a folder that holds one")
+    return None if found else path
+
+
+def definition_of(path: Path) -> str:
+    """The tokenizer.json that a local file is, or makes."""
+    if path.name != VOCABULARY:
+        return files.read_text(path).removeprefix("\ufeff")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    merges = path.with_name("merges.txt")
+    lines = files.read_text(merges).splitlines()
+    pairs = []
+    for line in lines:
+        first, space, second = line.partition(" ")
+        if line.startswith("#version") or not line:
+            continue
+        if not (first and second and space) or " " in second:
+            raise HeadgateError(f"{str(merges)!r} holds {line!r}; expected two tokens a line")
+        pairs.append((first, second))
+    vocabulary = files.read_json(path)
+    if not all(isinstance(number, int) and 0 <= number < 1 << 32 for number in vocabulary.values()):
+        raise HeadgateError(f"{str(path)!r} is no vocabulary; expected tokens with their numbers")
+    try:
+        tokenizer = Tokenizer(models.BPE(vocabulary, pairs))
+    except Exception as error:  # the library raises Exception itself
+        raise HeadgateError(f"{str(path)!r} and {merges.name} do not fit: {error}") from error
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([end for end in KNOWN_ENDS if end in vocabulary])
+    return str(tokenizer.to_str())
 
 
 def _byte_definition() -> str:
@@ -198,12 +240,15 @@ def _read(name: str) -> tuple[str, str | None]:
         folder, filename = name if "://" in name else f"hf://{name}", "tokenizer.json"
     else:
         raise HeadgateError(
-            f"tokenizer {name!r} is unknown; expected 'byte', 'bpe:N', a tokenizer.json, a folder with one, "
-            "or a name on the hub such as Qwen/Qwen3-0.6B"
+            f"tokenizer {name!r} is unknown; expected 'byte', 'bpe:N', a tokenizer.json, a vocab.json with "
+            "merges.txt beside it, a folder with either, or a name on the hub such as Qwen/Qwen3-0.6B"
         )
     filesystem, root = reach(folder, "tokenizer")
     with reading(name, filesystem):
-        definition = decode(filesystem.cat_file(f"{root}/{filename}"), name)
+        if path is None:
+            definition = decode(filesystem.cat_file(f"{root}/{filename}"), name)
+        else:
+            definition = definition_of(path)
         config_path = f"{root}/tokenizer_config.json"
         config = {}
         if filesystem.exists(config_path):

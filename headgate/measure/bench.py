@@ -15,7 +15,7 @@ from rich.text import Text
 
 from headgate.config import require_at_least
 from headgate.errors import HeadgateError
-from headgate.files import kind, write_text
+from headgate.files import naming, require_writable, write_text
 from headgate.machine import keep_memory, processor
 from headgate.measure import steps
 from headgate.measure.speed import (
@@ -45,14 +45,14 @@ def bench(
     require_at_least(shape, 1, "batch", "n_heads", "n_kv_heads", "head_dim", "window")
     if not lengths:
         raise HeadgateError("there is no length to measure at; give some, such as 1024,4096")
-    if not 0 < seconds < float("inf"):
-        raise HeadgateError(f"seconds={seconds} is no time to measure; give some above 0")
+    _check_seconds(seconds)
     if figure_path is not None and figure_path.suffix not in (".html", ".png", ".svg"):
         raise HeadgateError(
             f"--figure {str(figure_path)!r} ends in none of .html, .png and .svg; choose one of them"
         )
     for path in (json_path, figure_path):
-        check_folder(path)
+        if path is not None:
+            require_writable(path)
     keep_memory()
     console = table_console(width=max(120, 60 + 20 * len(lengths)))
     cases = select_cases(shape, None if names is None else list(names))
@@ -86,7 +86,9 @@ def bench_steps(
     """Every mechanism in whole steps of a small model, in place of attention alone."""
     if not lengths or not decoded_after:
         raise HeadgateError("there is no length to measure at; give some, such as 1024,8192")
-    check_folder(json_path)
+    _check_seconds(seconds)
+    if json_path is not None:
+        require_writable(json_path)
     console = table_console(width=max(120, 40 + 24 * (2 * len(lengths) + len(decoded_after))))
     with console.status("preparing") as status:
         rows = steps.measure_steps(
@@ -109,11 +111,9 @@ def bench_steps(
         write_text(json_path, json.dumps(answer, indent=1) + "\n")
 
 
-def check_folder(path: Path | None) -> None:
-    if path is not None and not path.absolute().parent.is_dir():
-        raise HeadgateError(f"{str(path)!r} lies in no existing folder; make it first")
-    if path is not None and kind(path) not in ("", "missing"):
-        raise HeadgateError(f"{str(path)!r} is {kind(path)}; expected a file to write")
+def _check_seconds(seconds: float) -> None:
+    if not 0 < seconds < float("inf"):
+        raise HeadgateError(f"seconds={seconds} is no time to measure; give some above 0")
 
 
 def add_memory(measured: Measurement, names: list[str], progress: Any) -> None:
@@ -206,10 +206,11 @@ def save_figure(measured: Measurement, path: Path) -> None:
     )
     temporary = path.with_name(f".{path.stem}.tmp{path.suffix}")
     try:
-        if path.suffix == ".html":
-            chart.save(temporary, inline=True)
-        else:
-            chart.save(temporary, scale_factor=2)
-        temporary.replace(path)
+        with naming(path):
+            if path.suffix == ".html":
+                chart.save(temporary, inline=True)
+            else:
+                chart.save(temporary, scale_factor=2)
+            temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -30,7 +30,7 @@ def gates_on_passage(
     definition = Path(data) / "tokenizer.json"
     words = [f"{int(token)} " for token in tokens[0]]  # all that is known without a tokenizer
     if definition.is_file():
-        words = pieces(Tokenizer(definition.read_text(encoding="utf-8")), tokens[0].tolist())
+        words = pieces(Tokenizer.of_file(definition), tokens[0].tolist())
     variants = {}
     for label, run in runs.items():
         decoder = load(run)

@@ -14,7 +14,7 @@ from headgate.mechanisms.contract import on_shelf
 from headgate.plan.devices import CPU, Seconds, find_device
 from headgate.plan.planner import USABLE, Fit, Plan, make_plan, make_plans, with_batch
 from headgate.progress import duration, table_console
-from headgate.train.start import named_config
+from headgate.recipes import named_config
 
 PARTS = ("weights", "gradients", "optimiser", "activations", "loss")
 

@@ -3,6 +3,7 @@
 import copy
 import os
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import vl_convert
 
 from headgate.errors import HeadgateError
-from headgate.files import write_json, write_text
+from headgate.files import sealed, write_json, write_text
 from headgate.report.figures import figures
 from headgate.report.reading import read_results
 
@@ -34,12 +35,15 @@ def publish_study(study: str | os.PathLike[str], folder: str | os.PathLike[str])
         for title, view in figure.views.items():
             name = re.sub(r"[^A-Za-z0-9]+", "-", f"{figure.name} {title}").strip("-").lower()
             texts[f"{name}.svg"] = vl_convert.vegalite_to_svg(standing_alone(view.spec))
+    made = not target.exists()
     try:
         target.mkdir(parents=True, exist_ok=True)
-        write_json(target / "results.json", digest(results))
+        write_json(target / "results.json", sealed(digest(results)))
         for name, text in texts.items():
             write_text(target / name, text)
     except OSError as error:
+        if made:
+            shutil.rmtree(target, ignore_errors=True)
         raise HeadgateError(
             f"cannot write into {str(folder)!r} ({error.strerror}); --publish takes a folder, old or new"
         ) from None

@@ -3,13 +3,13 @@
 What older versions of headgate wrote reads like what this one writes.
 """
 
-import json
 import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from headgate import files
 from headgate.errors import HeadgateError
 
 ALPHA = 0.05
@@ -128,14 +128,13 @@ def _with_one_price(results: dict[str, Any]) -> None:
 
 
 def _read_json_file(path: Path) -> Any:
-    if not path.is_file():
+    if files.kind(path) == "missing":
         return None
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise HeadgateError(
-            f"{str(path)!r} is not JSON ({error}); remove it and run the study again"
-        ) from None
+        read = files.read_json(path)
+        return files.unsealed(read, path) if isinstance(read, dict) else read
+    except HeadgateError as error:
+        raise HeadgateError(f"{error}; remove it and run the study again") from None
 
 
 def is_control(variant: Mapping[str, Any]) -> bool:

@@ -110,6 +110,11 @@ def join(device: str | None) -> Iterator[World]:
                 f"RANK={os.environ['RANK']} is set, as torchrun sets it, but {name} is {value!r}; start the "
                 "job with torchrun, or unset RANK"
             )
+    place, places = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    if int(place) >= int(places):
+        raise HeadgateError(
+            f"RANK={place} is not below WORLD_SIZE={places}; start the job with torchrun, or unset RANK"
+        )
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     backend = "nccl" if chosen.type == "cuda" else "gloo"

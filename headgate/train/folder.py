@@ -36,6 +36,9 @@ WALL_CLOCK = ("seconds", "tokens_per_second", "memory_peak")
 """The fields of a metrics line that the machine decides; all others come out the same in every run."""
 SMALL = ("config.json", "data.json", "init.json", "tokenizer.json")
 """What a run writes as it begins."""
+IN_SUMMARY = ("tokens", "tokens_per_second", "memory_peak", "skipped", "versions", "machine")
+IN_FINAL = ("loss", "bits_per_byte", "by_position", "answers")
+"""What is read again of summary.json."""
 LEFTOVER = re.compile(r"\.(step-\d{8}|[a-z]+\.(json|safetensors)\.\d+)\.tmp")
 """What a killed process was writing."""
 
@@ -223,6 +226,34 @@ class RunFolder:
         os.fsync(self._metrics.fileno())
         return self._metrics_bytes, self._metrics_digest.hexdigest()
 
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """The end of the run, sealed, with how the metrics looked at it."""
+        size, digest = self.sync_metrics()
+        whole = {**summary, "metrics_bytes": size, "metrics_digest": digest}
+        files.write_json(self.summary, files.sealed(whole))
+
+    def read_summary(self) -> dict[str, Any]:
+        """What a finished run has to say; raises where it, or the metrics behind it, are no longer what was
+        written."""
+        again = "delete it, and the command that trained the run writes it again"
+        try:
+            summary = files.unsealed(files.read_json(self.summary), self.summary)
+        except HeadgateError as error:
+            raise HeadgateError(f"{error}; {again}") from error
+        final = summary.get("final")
+        missing = [name for name in IN_SUMMARY if name not in summary]
+        missing += [name for name in IN_FINAL if not isinstance(final, dict) or name not in final]
+        if missing:
+            raise HeadgateError(f"{str(self.summary)!r} is damaged: it has no {missing[0]!r}; {again}")
+        if "metrics_digest" in summary:
+            try:
+                self.check_metrics(summary["metrics_bytes"], summary["metrics_digest"])
+            except HeadgateError as error:
+                raise HeadgateError(
+                    f"{error}; bring back a copy, or delete {str(self.path)!r} and train it again"
+                ) from error
+        return summary
+
     def close(self) -> None:
         if self._metrics is not None:
             self._metrics.close()
@@ -248,6 +279,17 @@ def read_config(run: str | os.PathLike[str]) -> Config:
 
 def read_data(run: str | os.PathLike[str]) -> DataRecord:
     return config.load(DataRecord, Path(run) / "data.json")
+
+
+def read_evaluations(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The lines of a run's metrics that hold an evaluation."""
+    lines = [line for line in read_metrics(run) if "validation" in line]
+    for line in lines:
+        validation = line["validation"]
+        if not {"tokens", "seconds", "gates"} <= line.keys() or "loss" not in (validation or ()):
+            path = Path(run) / "metrics.jsonl"
+            raise HeadgateError(f"{str(path)!r} is damaged at step {line['step']}: bring back a copy of it")
+    return lines
 
 
 def read_metrics(run: str | os.PathLike[str]) -> list[dict[str, Any]]:

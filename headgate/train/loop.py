@@ -336,7 +336,7 @@ class Trainer:
         windows = self.loader.windows
         documents = windows.document_lengths() if windows.separate else None
         summary = summarise(self.config, self.decoder, self.state, last, best, self.world, documents)
-        files.write_json(self.folder.summary, summary)
+        self.folder.write_summary(summary)
         progress.say(
             f"finished in {duration(self._seconds())}: validation loss {last['validation']['loss']:.4f}, "
             f"{summary['tokens_per_second']:,.0f} tokens/s; the run is in {str(self.folder.path)!r}"
@@ -452,6 +452,10 @@ def _is_finished(
     if not run.begun or not run.summary.is_file():
         return False
     run.refuse_another(asked, record, None if init is None else describe_init(init))
+    try:
+        run.read_summary()
+    except HeadgateError:
+        return False  # it is made again from the checkpoint
     steps = checkpoint.saved_steps(run)
     return bool(steps) and steps[-1] >= asked.train.steps
 

@@ -9,7 +9,7 @@ from headgate import config
 from headgate.config import Config, RunOptions
 from headgate.errors import HeadgateError
 from headgate.model.decoder import header_config, model_file, with_mechanism
-from headgate.recipes import get_recipe
+from headgate.recipes import named_config
 from headgate.train.folder import read_config, read_data
 from headgate.train.loop import train
 
@@ -50,10 +50,3 @@ def _config(recipe: str | None, out: str | os.PathLike[str]) -> Config:
     if "=" in recipe:
         raise HeadgateError(f"{recipe!r} stands where the recipe does; write headgate train RECIPE {recipe}")
     return named_config(recipe)
-
-
-def named_config(recipe: str) -> Config:
-    """A recipe by its name, or the config in a file."""
-    if recipe.endswith(".json") or Path(recipe).is_file():
-        return config.load(Config, recipe)
-    return get_recipe(recipe)

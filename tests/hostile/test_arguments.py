@@ -300,6 +300,32 @@ plan tiny more
 plan tiny --threads 2 --device A100
 plan tiny train.steps=0
 plan tiny --device A100 --device H100
+recipes nothing
+recipes ""
+recipes {pipe}
+recipes {deep}
+recipes {empty}
+recipes tiny small
+runs absent
+runs {empty}
+runs {pipe}
+runs {file}
+runs ""
+completion
+completion tcsh
+completion bash zsh
+generate {run} --prompt a\udcff
+generate {run} --prompt x --tokenizer {odd}
+prepare {text} {out} --tokenizer {odd}
+prepare {text} {out} --separator x
+prepare {data} {out} --separator x
+bench --steps --seconds nan
+bench --steps --seconds -1
+bench --steps --json {empty}
+bench --json /proc/x.json --mechanisms local
+bench --figure /proc/x.svg --mechanisms local
+mechanisms {pipe}.py:x
+train {recipe} --data {data} --out {out} train.steps=3 train.steps=4
 """.strip().splitlines()
 
 
@@ -338,10 +364,13 @@ def places(
     (home / "taken").mkdir()
     (home / "taken" / "diary.txt").write_text("mine")
     os.mkfifo(home / "pipe.txt")
+    (home / "odd").mkdir()
+    (home / "odd" / "vocab.json").write_text('{"a": -1}')
+    (home / "odd" / "merges.txt").write_text("a b c")
     names = {"text": "text.jsonl", "binary": "binary.safetensors", "deep": "deep.json", "pipe": "pipe.txt"}
     paths = {
         name: home / names.get(name, name)
-        for name in ("text", "file", "binary", "deep", "empty", "taken", "pipe")
+        for name in ("text", "file", "binary", "deep", "empty", "taken", "pipe", "odd")
     }
     shutil.copytree(whole, home / "run")
     return paths | {"tmp": home, "data": data, "run": home / "run", "recipe": recipe, "study": home / "run"}
@@ -365,6 +394,32 @@ def test_each_is_refused_in_one_sentence_and_leaves_nothing(
     assert_refused(attempt(*words_of(row, places, tmp_path / "out")))
     assert list(tmp_path.iterdir()) == []
     assert tree(places["tmp"]) == before
+
+
+ENVIRONMENTS = [
+    {"RANK": "0"},
+    {"RANK": "x", "WORLD_SIZE": "1"},
+    {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "abc"},
+    {"RANK": "3", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"},
+    {"RANK": "0", "WORLD_SIZE": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"},
+]
+
+
+@pytest.mark.parametrize("variables", ENVIRONMENTS, ids=str)
+@pytest.mark.parametrize("command", ["train", "evaluate", "generate"])
+def test_half_a_job_is_refused(
+    command: str,
+    variables: dict[str, str],
+    places: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    answer = attempt(*words_of(SOUND[command], places, tmp_path / "out"))
+    assert answer.code == 2
+    assert "RANK" in answer.sentence
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_there_are_enough_rows() -> None:

@@ -102,7 +102,7 @@ class SlurmWork:
             nodes = Nodes(job.num_nodes, job.node, job.hostnames[0], port)
         code = work(Path(study), key, engine="slurm", job=job.job_id, nodes=nodes)
         if out_of_time and code in STOPPED:
-            subprocess.run(["scontrol", "requeue", job.job_id], check=True)
+            subprocess.run(["scontrol", "requeue", job.job_id], check=True)  # noqa: S607 - Slurm's own place
         return code
 
 
@@ -122,7 +122,7 @@ def cancel_slurm_jobs(study: Path) -> list[str]:
     queued = queued_jobs()
     ours = [job for job in _read_jobs(study).values() if job in queued]
     if ours:
-        subprocess.run(["scancel", *ours], check=True)
+        subprocess.run(["scancel", *ours], check=True)  # noqa: S607 - Slurm's own place
     return ours
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from headgate.errors import HeadgateError
+
 _FOLDER = Path(__file__).parent
 _LEVELS = ("plain", "avx2", "avx512")  # in the order of headgate_instruction_set
 _SANITIZE = "sanitize"  # built by `make sanitize` for the CPU it runs on
@@ -45,7 +47,7 @@ def _choose(wanted: str) -> str:
     if wanted == "off":
         raise _Missing("switched off by HEADGATE_NATIVE=off")
     if wanted not in ("", *_LEVELS, _SANITIZE):
-        raise _Missing(f"HEADGATE_NATIVE={wanted!r} is unknown; known are {', '.join(_LEVELS)}, off")
+        raise HeadgateError(f"HEADGATE_NATIVE={wanted!r} is unknown; known are {', '.join(_LEVELS)}, off")
     built = [level for level in (*_LEVELS, _SANITIZE) if _file(level).exists()]
     if wanted == _SANITIZE and _SANITIZE in built:
         return _SANITIZE
