@@ -29,7 +29,7 @@ def read_results(source: str | os.PathLike[str]) -> dict[str, Any]:
     results = _read_json_file(path)
     if results is None:
         raise HeadgateError(f"{str(source)!r} has no results.json; headgate compare writes one")
-    if not isinstance(results, dict) or not isinstance(results.get("variants"), list):
+    if not isinstance(results.get("variants"), list):
         raise HeadgateError(f"{str(path)!r} has no variants, so it is not the results of a study")
     results["passage"] = _read_json_file(path.with_name("gates.json"))
     results["skipping"] = _read_json_file(path.with_name("skipping.json"))
@@ -131,8 +131,7 @@ def _read_json_file(path: Path) -> Any:
     if files.kind(path) == "missing":
         return None
     try:
-        read = files.read_json(path)
-        return files.unsealed(read, path) if isinstance(read, dict) else read
+        return files.unsealed(files.read_json(path), path)
     except HeadgateError as error:
         raise HeadgateError(f"{error}; remove it and run the study again") from None
 

@@ -267,7 +267,7 @@ def test_one_price_for_all() -> None:
 def test_a_file_of_results_alone_has_a_page(tmp_path: Path) -> None:
     path = Path(shutil.copy(FINDINGS / "text" / "results.json", tmp_path / "found.json"))
     assert write_page(path) == tmp_path / "report.html"
-    path.write_text("[1]", encoding="utf-8")
+    path.write_text('{"variants": 1}', encoding="utf-8")
     with pytest.raises(HeadgateError, match="not the results of a study"):
         write_page(path)
 
