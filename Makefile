@@ -15,13 +15,20 @@ $(READY): pyproject.toml setup.py constraints.txt headgate/version.py $(NATIVE)
 	$(BIN)/python -m pip install --quiet --no-build-isolation -c constraints.txt -e ".[dev]"
 	touch $@
 
-# Fewer tokens than the recipe's, so that fifteen runs take minutes on two cores: it shows how, not which is better.
+# What attention is worth, what a window keeps and what it forgets, on bytes and on a recall task: minutes on two
+# cores. The variants are the controls themselves, so text needs no others.
 DEMO := runs/demo
+RECALL_TASK := recall:context=128,pairs=8,queries=8,keys=8,values=4,noise=4,sequences=8000,joined=true
 demo: $(READY)
-	$(BIN)/headgate prepare stdlib $(DEMO)/data
-	$(BIN)/headgate compare --recipe tiny --data $(DEMO)/data --out $(DEMO)/study --seeds 3 --lengths 512 \
-		--cost-seconds 0.3 train.steps=32 train.batch_size=4 train.warmup_steps=4 train.evaluate_every=4 \
-		train.evaluate_tokens=2048 train.document_tokens=16384
+	$(BIN)/headgate prepare stdlib $(DEMO)/text-data --tokenizer byte --max-tokens 4000000
+	$(BIN)/headgate prepare $(RECALL_TASK) $(DEMO)/recall-data
+	$(BIN)/headgate compare "local:window=16@window of 16" "local:window=0@no attention" \
+		--recipe examples/demo/recall.json --data $(DEMO)/recall-data --out $(DEMO)/recall --no-cost \
+		train.document_tokens=16384
+	$(BIN)/headgate compare "local:window=32@window of 32" "local:window=0@no attention" \
+		--recipe examples/demo/text.json --data $(DEMO)/text-data --out $(DEMO)/text --lengths 256,1024 --cost-seconds 0.3 \
+		--no-controls train.document_tokens=65536
+	$(BIN)/python examples/demo/closing.py $(DEMO)
 
 include studies/first/study.mk
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from headgate.mechanisms.contract import Past, build_mechanism, probe, skipping
     from headgate.model.decoder import Decoder, build_model, load
     from headgate.registry import use_file
+    from headgate.report.notebook import read_study
 
     def mechanisms() -> list[str]: ...
 
@@ -29,6 +30,7 @@ __all__ = [
     "mechanisms",
     "ops",
     "probe",
+    "read_study",
     "skipping",
     "use_file",
 ]
@@ -40,6 +42,7 @@ _HOME = {
     "build_model": "headgate.model.decoder",
     "load": "headgate.model.decoder",
     "probe": "headgate.mechanisms.contract",
+    "read_study": "headgate.report.notebook",
     "skipping": "headgate.mechanisms.contract",
     "use_file": "headgate.registry",
 }

@@ -10,6 +10,7 @@ import inspect
 import io
 import os
 import re
+import sys
 import typing
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
@@ -61,20 +62,23 @@ def options(command: Callable[..., None]) -> dict[str, Option]:
 
 def parse(command: Callable[..., None], name: str, words: Sequence[str]) -> Callable[[], None]:
     """The command with its arguments, ready to be called; raises HeadgateError for words that do not fit."""
+    if {"-h", "--help"} & set(words):
+        from headgate.cli.help import help_text
+
+        print(help_text(command, name))
+        sys.exit()
     import tyro
 
     known = options(command)
     words = _settings_last(words, known) if "--override" in known else list(words)
-    if not {"-h", "--help"} & set(words):
-        _refuse_twice(words, known)
+    _refuse_twice(words, known)
 
     @functools.wraps(command)
     def bind(*arguments: Any, **keywords: Any) -> Callable[[], None]:
         return functools.partial(command, *arguments, **keywords)
 
     said, before = io.StringIO(), os.environ.get("COLUMNS")
-    if not {"-h", "--help"} & set(words):
-        os.environ["COLUMNS"] = "10000"  # so that no line of the box is broken
+    os.environ["COLUMNS"] = "10000"  # so that no line of the box is broken
     try:
         with redirect_stderr(said):
             bound = tyro.cli(bind, prog=f"headgate {name}", args=words, config=(tyro.conf.OmitArgPrefixes,))

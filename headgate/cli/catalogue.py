@@ -6,6 +6,7 @@ import inspect
 import textwrap
 from typing import TYPE_CHECKING, get_type_hints
 
+from headgate.cli.shelves import OWN, check_names, imported, listed
 from headgate.config import parse_mechanisms
 from headgate.registry import MECHANISMS
 
@@ -22,6 +23,7 @@ def mechanisms(name: str | None = None, /) -> None:
     if name is None:
         print_all()
     else:
+        check_names([name])
         from headgate.mechanisms.contract import make_options
 
         for spec in parse_mechanisms(name):
@@ -78,19 +80,16 @@ def print_all() -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from headgate.mechanisms.contract import Mechanism, description
-
     def order(shelf: str) -> tuple[bool, str]:
-        return shelf == Mechanism.shelf, shelf
+        return shelf == OWN, shelf
 
     table = Table("mechanism", "what it is", "ablations", box=None, pad_edge=False)
-    known = [(name, MECHANISMS.get(name)) for name in MECHANISMS.names()]
-    for shelf in sorted({mechanism.shelf for _, mechanism in known}, key=order):
+    known = listed() or imported()
+    for shelf in sorted({mechanism.shelf for mechanism in known.values()}, key=order):
         table.add_row(Text(shelf, style="italic"))
-        for name, mechanism in known:
+        for name, mechanism in sorted(known.items()):
             if mechanism.shelf == shelf:
-                first_line = description(mechanism).splitlines()[0].partition(": ")[2]
-                cells = map(Text, (first_line, ", ".join(mechanism.ablations)))
+                cells = map(Text, (mechanism.summary, ", ".join(mechanism.ablations)))
                 table.add_row(Text(f"  {name}", style="bold"), *cells)
     Console().print(table)
 

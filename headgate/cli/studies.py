@@ -1,7 +1,9 @@
 """Commands for whole comparisons: compare, ablate, suite and report; status and cancel while they run."""
 
 import sys
+from pathlib import Path
 
+from headgate.cli.shelves import check_names
 from headgate.config import EngineOptions, StudyOptions, SuiteOptions
 
 
@@ -24,7 +26,13 @@ def compare(
         data: A folder written by `headgate prepare`.
         out: The study folder. Run the same command again to resume; more names or seeds extend the study.
         override: Change a setting of the recipe, as in train.steps=100; can also be given as a bare word.
+
+    Examples:
+        headgate compare --data data --out study
+        headgate compare local:window=64 dynamic-sparse --data data --out study
+        headgate compare ./mine.py:mine --data data --out mine train.steps=4000
     """
+    check_names(names)
     from headgate.compare.study import run_study
 
     complete = run_study(names, data, out, override, options, engine)
@@ -50,6 +58,7 @@ def ablate(
         out: The study folder. Run the same command again to resume.
         override: Change a setting of the recipe, as in train.steps=100; can also be given as a bare word.
     """
+    check_names([name])
     from headgate.compare.study import run_study
     from headgate.compare.variants import with_ablations
 
@@ -95,7 +104,8 @@ def report(folder: str, /, *, against: str | None = None, publish: str | None = 
     """Rewrite a study's results.json, results.md and report.html from what its folder holds.
 
     Args:
-        folder: The study folder, or one written by --publish: its page is then made from its results.json.
+        folder: The study folder, or one written by --publish, or a results.json: its page is then made from
+            that file alone.
         against: The label of a variant; also print a table that compares every other variant with it.
         publish: Also write files small enough to commit to this folder: the results without each run's
             course, and the page's figures as SVG.
@@ -103,7 +113,7 @@ def report(folder: str, /, *, against: str | None = None, publish: str | None = 
     from headgate.compare.folder import StudyFolder
     from headgate.compare.results import write_results
 
-    if StudyFolder(folder).begun:
+    if not Path(folder).is_file() and StudyFolder(folder).begun:
         write_results(folder)
     _show_study(folder, against=against)
     if publish is not None:

@@ -47,7 +47,11 @@ class Nsa(Mechanism):
     Options = NsaOptions
     options: NsaOptions
     shelf = "second shelf"
-    ablations = {f"no-{branch}": {"without": branch} for branch in BRANCHES}
+    ablations = {
+        "no-compressed": {"without": "compressed"},
+        "no-selected": {"without": "selected"},
+        "no-window": {"without": "window"},
+    }
 
     def __init__(self, heads: Heads, options: NsaOptions) -> None:
         super().__init__(heads, options)

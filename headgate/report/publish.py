@@ -32,9 +32,9 @@ def publish_study(study: str | os.PathLike[str], folder: str | os.PathLike[str])
     tables = [Path(study) / name for name in ("results.md", "papers.md")]
     texts = {path.name: path.read_text(encoding="utf-8") for path in tables if path.is_file()}
     for figure in figures(results).values():
-        for view, spec in figure.views.items():
-            name = re.sub(r"[^A-Za-z0-9]+", "-", f"{figure.name} {view}").strip("-").lower()
-            texts[f"{name}.svg"] = vl_convert.vegalite_to_svg(standing_alone(spec))
+        for title, view in figure.views.items():
+            name = re.sub(r"[^A-Za-z0-9]+", "-", f"{figure.name} {title}").strip("-").lower()
+            texts[f"{name}.svg"] = vl_convert.vegalite_to_svg(standing_alone(view.spec))
     made = not target.exists()
     try:
         target.mkdir(parents=True, exist_ok=True)

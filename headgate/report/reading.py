@@ -1,29 +1,130 @@
-"""Reads what the page shows: results.json of a study folder or a published one, gates.json, skipping.json."""
+"""Reads what the page shows: results.json of a study folder or a published one, gates.json, skipping.json.
 
+What older versions of headgate wrote reads like what this one writes.
+"""
+
+import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from headgate import files
 from headgate.errors import HeadgateError
 
+ALPHA = 0.05
 
-def read_results(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """The results, with the gates on a passage under "passage" and gate skipping under "skipping".
 
-    A published folder lacks the gates and the commands, and an older one lists claims that were not measured.
+def results_path(source: str | os.PathLike[str]) -> Path:
+    """The results.json of a folder; a file is its own."""
+    path = Path(source)
+    return path if path.is_file() else path / "results.json"
+
+
+def read_results(source: str | os.PathLike[str]) -> dict[str, Any]:
+    """The results in a folder or a file, with the gates on a passage under "passage" and gate skipping under
+    "skipping". A published folder lacks the gates and the commands.
     """
-    path = Path(folder) / "results.json"
+    path = results_path(source)
     results = _read_json_file(path)
     if results is None:
-        raise HeadgateError(f"{str(folder)!r} has no results.json; headgate compare writes one")
+        raise HeadgateError(f"{str(source)!r} has no results.json; headgate compare writes one")
+    if not isinstance(results.get("variants"), list):
+        raise HeadgateError(f"{str(path)!r} has no variants, so it is not the results of a study")
     results["passage"] = _read_json_file(path.with_name("gates.json"))
     results["skipping"] = _read_json_file(path.with_name("skipping.json"))
-    results.setdefault("commands", None)
+    for name in ("commands", "tuning", "ladder"):
+        results.setdefault(name, None)
+    results.setdefault("sight", {"can_tell": None, "checks": [], "detectable": None, "advice": None})
     for variant in results["variants"]:
         variant.setdefault("gates", None)
+        variant.setdefault("control", None)
+        variant.setdefault("folder", None)
+    _with_both_intervals(results)
+    _with_one_price(results)
     results["claims"] = [judged for judged in results["claims"] if judged["verdict"] != "not run"]
     return dict(results)
+
+
+def _with_both_intervals(results: dict[str, Any]) -> None:
+    """Each difference with the interval that was judged by, `low` and `high`, and its own 95% interval,
+    `plain_low` and `plain_high`.
+
+    Older results hold the latter alone, and p-values by Holm's method. The interval at the level that Holm's
+    method reached leaves 0 out exactly where a difference is shown.
+    """
+    judged = [v["difference"] for v in results["variants"] if v.get("difference")]
+    tested = sum(difference["p"] is not None for difference in judged)
+    for difference in judged:
+        if "p_corrected" in difference:
+            _with_plain_interval(difference)
+            continue
+        p, corrected = difference["p"], difference["p_holm"]
+        difference |= {"p_corrected": corrected, "family": "named", "of_family": tested, "detectable": None}
+        for end in ("low", "high", "relative_low", "relative_high"):
+            difference[f"plain_{end}"] = difference[end]
+        if difference["mean"] == difference["low"] == difference["high"] == 0:
+            difference["verdict"] = "same by construction"
+        if p is None or difference["low"] is None:
+            continue
+        level = ALPHA / tested if corrected >= 1 or not corrected else ALPHA * p / corrected
+        difference["level"] = level
+        wider = _t_ratio(level, difference["seeds"] - 1)
+        for start in ("", "relative_"):
+            mean = difference["relative" if start else "mean"]
+            if mean is None:
+                continue
+            for end in ("low", "high"):
+                difference[f"{start}{end}"] = mean + wider * (difference[f"{start}{end}"] - mean)
+
+
+def _with_plain_interval(difference: dict[str, Any]) -> None:
+    """Add the 95% interval to a corrected one: of the t distribution whose corrected interval is the same."""
+    if "plain_low" in difference:
+        return
+    share = 1.0
+    level, error, low, high = (difference.get(name) for name in ("level", "error", "low", "high"))
+    if level and error and low is not None and high is not None and level < ALPHA:
+        from scipy.optimize import brentq
+        from scipy.special import stdtrit
+
+        wanted = (high - low) / 2 / error
+
+        def beyond(exponent: float) -> float:
+            return float(stdtrit(math.exp(exponent), 1 - level / 2)) - wanted
+
+        if beyond(-1) > 0 > beyond(15):
+            share = 1 / _t_ratio(level, math.exp(float(brentq(beyond, -1, 15))))
+    for start in ("", "relative_"):
+        mean = difference["relative" if start else "mean"]
+        for end in ("low", "high"):
+            value = difference[f"{start}{end}"]
+            plain = value if value is None or mean is None else mean + share * (value - mean)
+            difference[f"plain_{start}{end}"] = plain
+
+
+def _t_ratio(level: float, df: float) -> float:
+    """How much wider the interval of 1 - level is than that of 95%."""
+    from scipy.special import stdtrit
+
+    return float(stdtrit(df, 1 - level / 2) / stdtrit(df, 1 - ALPHA / 2))
+
+
+def _with_one_price(results: dict[str, Any]) -> None:
+    """Tokens a second of each variant: the baseline's, times the ratio that was measured interleaved."""
+    if not results.get("costs"):
+        return
+    costs = results["costs"]["costs"]
+    of_baseline = {cost["length"]: cost for cost in costs if cost["label"] == results["baseline"]}
+    for cost in costs:
+        reference = of_baseline.get(cost["length"], cost)
+        for kind, tokens in (("training", cost["length"] * cost["sequences"]), ("decoding", 1)):
+            ratio = cost[kind]["ratio"] if reference is not cost else 1.0
+            cost[kind]["tokens_per_second"] = tokens / reference[kind]["seconds"] * ratio
+    context = results["config"]["train"]["context"]
+    speeds = {c["label"]: c["training"]["tokens_per_second"] for c in costs if c["length"] == context}
+    for variant in results["variants"]:
+        variant["tokens_per_second"] = speeds.get(variant["label"], variant.get("tokens_per_second"))
 
 
 def _read_json_file(path: Path) -> Any:
@@ -33,3 +134,8 @@ def _read_json_file(path: Path) -> Any:
         return files.unsealed(files.read_json(path), path)
     except HeadgateError as error:
         raise HeadgateError(f"{error}; remove it and run the study again") from None
+
+
+def is_control(variant: Mapping[str, Any]) -> bool:
+    """Whether the study added the variant by itself, to see whether it can see."""
+    return bool(variant.get("control"))

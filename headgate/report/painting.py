@@ -1,0 +1,181 @@
+"""What figures are made of: views as Vega-Lite specifications in which a variant looks the same everywhere.
+
+A view keeps its rows once, as the dataset `rows`: the figure draws them, and the page shows them as a table.
+Views are as wide as the page allows. Unless a view has a row for each variant, its parameter `hidden` lists
+the variants not to draw.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import altair as alt
+
+from headgate.report.looks import PAPER, looks
+
+Rows = list[dict[str, Any]]
+
+CROWD = 8
+"""With more variants than this a figure draws no bands and leaves ablations to their own figure."""
+HEIGHT = 300
+ROW = 24
+"""Height of a row in a figure that has one for each variant."""
+ROWS = "rows"
+FROM_ZERO = alt.Scale(zero=True)
+ANYWHERE = alt.Scale(zero=False)
+LOGARITHMIC = alt.Scale(type="log", nice=False, padding=12)
+BARE_ZERO = "datum.value === 0 ? '0' : datum.label"
+VARIANT = ("label", "variant", "")
+
+
+@dataclass(frozen=True)
+class FigureView:
+    """One picture of a figure."""
+
+    spec: dict[str, Any]
+    columns: Sequence[tuple[str, str, str]]
+    """Of the table behind it: field, title, and d3 format or nothing for text."""
+    caption: str
+
+    @property
+    def rows(self) -> Rows:
+        found: Rows = self.spec["datasets"][ROWS]
+        return found
+
+
+@dataclass(frozen=True)
+class PageFigure:
+    name: str
+    title: str
+    views: Mapping[str, FigureView] = field(default_factory=dict)
+    """By name; the first is the one that is shown."""
+
+
+class Painter:
+    """Charts in which a variant looks the same everywhere."""
+
+    def __init__(self, variants: Sequence[Mapping[str, Any]]) -> None:
+        self.labels = [variant["label"] for variant in variants]
+        of_variants = looks(variants)
+
+        def scale(values: Sequence[Any]) -> alt.Scale:
+            return alt.Scale(domain=self.labels, range=list(values))
+
+        self.scale = scale([one.colour for one in of_variants])
+        self.colour = alt.Color("label:N", scale=self.scale, legend=None)
+        self.dash = alt.StrokeDash("label:N", scale=scale([one.dash for one in of_variants]), legend=None)
+        self.shape = alt.Shape("label:N", scale=scale([one.shape for one in of_variants]), legend=None)
+        # Filled where a difference is shown, or where nothing is asked about one.
+        self.fill = alt.condition(
+            "datum.shown === false", alt.value(PAPER), alt.Fill("label:N", scale=self.scale, legend=None)
+        )
+        self.crowded = len(self.labels) > CROWD
+        self.band = f"the band, drawn for up to {CROWD} variants at a time," if self.crowded else "the band"
+
+    def chart(self, rows: Rows) -> alt.Chart:
+        hidden = alt.param(name="hidden", value=[])
+        return (
+            alt.Chart(alt.NamedData(ROWS))
+            .add_params(hidden)
+            .transform_filter("indexof(hidden, datum.label) < 0")
+        )
+
+    def lines(
+        self,
+        rows: Rows,
+        x: alt.X,
+        y: tuple[str, str],
+        columns: Sequence[tuple[str, str, str]],
+        caption: str,
+        *,
+        scale: alt.Scale = ANYWHERE,
+        format: str | None = None,
+        band: tuple[str, str] | None = None,
+        rule: float | None = None,
+        layers: Sequence[alt.Chart] = (),
+    ) -> FigureView:
+        """A line for each variant: y is a field and its title, band two fields, rule a level to mark."""
+        chart = self.chart(rows)
+        title = y[1]
+        axis = alt.Axis(tickCount=5, labelExpr=BARE_ZERO, format=alt.Undefined if format is None else format)
+        middle = alt.Y(f"{y[0]}:Q", title=title, scale=scale, axis=axis)
+        parts: list[Any] = [] if rule is None else [level(rule, "y")]
+        if band is not None:
+            few = f"{len(self.labels)} - length(hidden) <= {CROWD}"
+            known = chart.transform_filter(f"{few} && isValid(datum.{band[0]})").mark_area(opacity=0.15)
+            ends = alt.Y(f"{band[0]}:Q", title=title), alt.Y2(f"{band[1]}:Q")
+            parts.append(known.encode(x, *ends, self.colour))
+        parts.append(chart.mark_line(strokeWidth=2).encode(x, middle, self.colour, self.dash))
+        points = chart.mark_point(filled=True, size=45, opacity=1)
+        parts.append(points.encode(x, middle, self.colour, self.shape, tooltip=tooltips(columns)))
+        return FigureView(finished(alt.layer(*parts, *layers), rows), columns, caption)
+
+    def intervals(
+        self,
+        rows: Rows,
+        fields: tuple[str, str, str],
+        title: str,
+        order: Sequence[str],
+        columns: Sequence[tuple[str, str, str]],
+        caption: str,
+        *,
+        rule: float,
+        format: str,
+        domain: Sequence[float],
+    ) -> FigureView:
+        """A row for each variant: `fields` are its mean and its interval as judged; the interval that is its
+        own alone has the same names with plain_ before them."""
+        chart = alt.Chart(alt.NamedData(ROWS))
+        room = min(8 * max(map(len, order)), 320)
+        label = alt.Axis(labelLimit=room, labelExpr="width < 300 ? truncate(datum.label, 20) : datum.label")
+        y = alt.Y("label:N", sort=list(order), title=None, axis=label)
+        mean, low, high = fields
+        axis = alt.Axis(format=format, tickCount=5, labelFlush=False, labelExpr=BARE_ZERO)
+        x = alt.X(f"{low}:Q", title=title, scale=alt.Scale(domain=list(domain), nice=False), axis=axis)
+        thin = chart.mark_rule(strokeWidth=1.2, clip=True).encode(x, alt.X2(f"{high}:Q"), y, self.colour)
+        thick = chart.mark_rule(strokeWidth=4, clip=True, opacity=1).encode(
+            alt.X(f"plain_{low}:Q", title=title), alt.X2(f"plain_{high}:Q"), y, self.colour
+        )
+        points = chart.mark_point(size=90, opacity=1, strokeWidth=2).encode(
+            alt.X(f"{mean}:Q", title=title),
+            y,
+            self.colour,
+            self.shape,
+            fill=self.fill,
+            tooltip=tooltips(columns),
+        )
+        drawing = finished(alt.layer(level(rule, "x"), thin, thick, points), rows, height=ROW * len(rows))
+        return FigureView(drawing, columns, caption)
+
+
+def level(at: float, axis: str) -> alt.Chart:
+    """A thin line at a value, across the figure."""
+    channel = alt.X("at:Q") if axis == "x" else alt.Y("at:Q")
+    return alt.Chart(alt.Data(values=[{"at": at}])).mark_rule(strokeDash=[4, 4]).encode(channel)
+
+
+def tooltips(columns: Sequence[tuple[str, str, str]]) -> list[alt.Tooltip]:
+    return [
+        alt.Tooltip(f"{name}:Q", title=title, format=form) if form else alt.Tooltip(f"{name}:N", title=title)
+        for name, title, form in columns
+    ]
+
+
+def finished(chart: Any, rows: Rows, height: int = HEIGHT) -> dict[str, Any]:
+    sized = chart.properties(
+        width="container", height=height, autosize={"type": "fit-x", "contains": "padding"}
+    )
+    # A title that ends with its axis has the room below the labels of the other axis too.
+    spec: dict[str, Any] = sized.configure_axisX(titleAnchor="end").to_dict()
+    spec["datasets"] = {**spec.get("datasets", {}), ROWS: rows}
+    return spec
+
+
+def picked(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: values[name] for name in names}
+
+
+def powers_of_two(low: float, high: float) -> list[int]:
+    """Ticks for a scale that doubles: every power of two within, or every other if they are many."""
+    found = [1 << n for n in range(40) if low <= 1 << n <= high]
+    return found if len(found) <= 8 else found[:: -(-len(found) // 8)]

@@ -1,0 +1,55 @@
+"""The answer in one sentence: the best of a study with effect, interval, speed and memory."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from headgate.report.reading import is_control
+from headgate.report.tradeoff import SHARE, effect
+from headgate.report.words import percent, with_sign
+
+
+def answer_sentence(results: Mapping[str, Any]) -> str:
+    """What the page opens with. A study that cannot tell says so instead."""
+    sight = results.get("sight") or {}
+    named = [v for v in results["variants"][1:] if not is_control(v) and v["difference"]["mean"] is not None]
+    tested = [v for v in named if v["difference"]["verdict"] not in ("not tested", "same by construction")]
+    if sight.get("can_tell") is False or not tested:
+        return str(results["headline"])
+    better = [v for v in tested if v["difference"]["verdict"] == "better"]
+    among = [v for v in better or tested if not v["ablation"]] or better or tested
+    best = min(among, key=lambda v: float(v["difference"]["mean"]))
+    counts = {
+        words: sum(v is not best and v["difference"]["verdict"] == kind for v in named)
+        for kind, words in (
+            ("better", "also better"),
+            ("no difference shown", "not shown to differ"),
+            ("worse", "worse"),
+            ("same by construction", "the same by construction"),
+        )
+    }
+    others = ", ".join(f"{count} {words}" for words, count in counts.items() if count)
+    baseline = results["baseline"]
+    amount = f"{_amount(results, best)}"
+    if better:
+        first = f"{best['label'][0].upper()}{best['label'][1:]} beats {baseline}: {amount}."
+    else:
+        first = f"No mechanism beat {baseline}. Best: {best['label']}, {amount}."
+    return f"{first} Of the others: {others}." if others else first
+
+
+def _amount(results: Mapping[str, Any], variant: Mapping[str, Any]) -> str:
+    difference = variant["difference"]
+    if effect(results) is SHARE:
+        names, written = ("relative", "relative_low", "relative_high"), percent
+    else:
+        names, written = ("mean", "low", "high"), with_sign
+    mean, low, high = (difference[name] for name in names)
+    parts = [f"{written(mean)} loss" + ("" if low is None else f" ({written(low)} to {written(high)})")]
+    answers, theirs = variant["answers"], results["variants"][0]["answers"]
+    if answers and theirs and None not in (answers["accuracy"]["mean"], theirs["accuracy"]["mean"]):
+        shares = [one["accuracy"]["mean"] for one in (answers, theirs)]
+        parts.append(f"{shares[0]:.0%} of answers right against {shares[1]:.0%}")
+    for name in ("speed", "memory"):
+        if variant[name]:
+            parts.append(f"{variant[name]['ratio']:.2f}× {name}")
+    return ", ".join(parts)

@@ -1,0 +1,37 @@
+"""Numbers as the page writes them: a real minus sign, no sign before what rounds to nothing."""
+
+MINUS = "\N{MINUS SIGN}"
+
+
+def with_sign(value: float | None, digits: int = 4) -> str:
+    return "" if value is None else _without_sign_of_zero(f"{value:+.{digits}f}")
+
+
+def percent(value: float | None, digits: int = 1) -> str:
+    return "" if value is None else _without_sign_of_zero(f"{value:+.{digits}%}")
+
+
+def decimal(value: float | None, digits: int = 4) -> str:
+    return "" if value is None else f"{value:,.{digits}f}"
+
+
+def p_in_words(value: float | None) -> str:
+    if value is None:
+        return ""
+    return "< 0.001" if value < 0.001 else f"{value:.3f}"
+
+
+def bytes_in_words(value: float | None) -> str:
+    if value is None:
+        return ""
+    for unit in ("B", "kB", "MB"):
+        if value < 1000:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:,.3g} GB"
+
+
+def _without_sign_of_zero(text: str) -> str:
+    if not any(digit in text for digit in "123456789"):
+        return text[1:]
+    return text.replace("-", MINUS)

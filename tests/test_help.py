@@ -1,0 +1,67 @@
+"""Help fits 80 columns and says plainly what is expected; names are checked before anything heavy loads."""
+
+import subprocess
+import sys
+
+import pytest
+
+from headgate.cli.entry import COMMANDS
+from headgate.cli.help import help_text
+from headgate.cli.shelves import imported, listed
+from headgate.registry import MECHANISMS
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_is_plain_and_narrow(name: str) -> None:
+    text = help_text(COMMANDS[name], name)
+    assert max(map(len, text.splitlines())) <= 80
+    for ugly in ("{None}", "[[", "]]", "default: None", "options options", "Args:", "VALUE"):
+        assert ugly not in text
+
+
+def test_help_says_what_is_needed_and_shows_how() -> None:
+    text = help_text(COMMANDS["compare"], "compare")
+    assert text.startswith("usage: headgate compare [NAMES...] --data TEXT --out TEXT [options]")
+    assert text.partition("examples:\n")[2].count("headgate compare") == 3
+    assert "--jobs N" in text
+    assert "--no-cost" in text
+    assert "--budget tokens|seconds" in text
+
+
+def test_the_list_is_that_of_the_registry() -> None:
+    """But for those that a test has registered."""
+    known = imported()
+    assert listed() == {name: known[name] for name in listed()}
+    home = MECHANISMS.package
+    assert set(listed()) == {n for n in known if MECHANISMS.get(n).__module__.startswith(f"{home}.")}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["compare", "dynamic-spars", "--data", "nowhere", "--out", "nothing"],
+        ["ablate", "dynamic-spars", "--data", "nowhere", "--out", "nothing"],
+        ["train", "tiny", "--mechanism", "local+dynamic-spars", "--data", "nowhere", "--out", "nothing"],
+        ["mechanisms", "dynamic-spars"],
+    ],
+)
+def test_names_are_checked_before_data_and_torch(words: list[str]) -> None:
+    script = (
+        "import sys\nfrom headgate.cli.entry import run\n"
+        f"try:\n    run({words!r})\nexcept Exception as error:\n    print(error)\n"
+        "print(sorted({'torch', 'numpy'} & set(sys.modules)))"
+    )
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert "unknown mechanism 'dynamic-spars'" in said
+    assert "dynamic-sparse" in said
+    assert said.splitlines()[-1] == "[]"
+
+
+def test_a_list_waits_for_no_torch() -> None:
+    script = (
+        "import sys\nfrom headgate.cli.entry import run\nrun(['mechanisms'])\n"
+        "print(sorted({'torch', 'numpy'} & set(sys.modules)))"
+    )
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert "dynamic-sparse" in said
+    assert said.splitlines()[-1] == "[]"
