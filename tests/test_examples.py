@@ -70,7 +70,17 @@ def test_it_is_compared_by_its_file(data: Path, micro: Config, tmp_path: Path) -
     words = ["compare", f"{EXAMPLES / 'own_mechanism.py'}:surprise", "--out", str(tmp_path / "study")]
     words += ["--recipe", str(write_recipe(micro, tmp_path)), "--data", str(data), "--seeds", "1"]
     done = subprocess.run(
-        [sys.executable, "-m", "headgate", *words, "--jobs", "1", "--no-cost", "train.steps=2"],
+        [
+            sys.executable,
+            "-m",
+            "headgate",
+            *words,
+            "--jobs",
+            "1",
+            "--no-cost",
+            "--no-controls",
+            "train.steps=2",
+        ],
         capture_output=True,
         text=True,
     )

@@ -65,7 +65,11 @@ def judged(folder: Path) -> Any:
 
     def strip(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: strip(item) for key, item in value.items() if key not in (*MEASURED, "machines")}
+            return {
+                key: strip(item)
+                for key, item in value.items()
+                if key not in (*MEASURED, "machines", "digest")
+            }
         return [strip(item) for item in value] if isinstance(value, list) else value
 
     text = json.dumps(strip(json.loads((folder / "results.json").read_text())))

@@ -420,6 +420,7 @@ def test_explain_says_why_not_native() -> None:
     assert ops.explain("causal_attention", q, k, v).refusals == (
         ("native", "head width 24 is none of 16, 32, 64, 96, 128"),
         ("sdpa", "it runs on a GPU, not on cpu"),
+        ("varlen", "it runs on a GPU, not on cpu"),
         ("flex", "it runs on a GPU, not on cpu"),
     )
     q = k = v = torch.zeros(1, 1, 4, 16, dtype=torch.bfloat16)
