@@ -53,6 +53,11 @@ class Registry(Generic[T]):
         self.scan()
         return sorted(self._entries)
 
+    @property
+    def is_scanned(self) -> bool:
+        """Whether everything that has a name is imported already."""
+        return self._scanned
+
     def scan(self) -> None:
         if self._scanned:
             return

@@ -86,7 +86,7 @@ def test_the_prompt_may_come_from_standard_input(
     monkeypatch.setattr(sys, "stdin", io.StringIO("the gate"))
     assert generated(capsys, str(run_folder), "--prompt", "-", *words)[0] == expected
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), encoding="utf-8"))
-    with pytest.raises(HeadgateError, match="standard input is not UTF-8 text"):
+    with pytest.raises(HeadgateError, match="standard input is not UTF-8"):
         generated(capsys, str(run_folder), "--prompt", "-", *words)
 
 

@@ -1,5 +1,6 @@
 """Help fits 80 columns and says plainly what is expected; names are checked before anything heavy loads."""
 
+import os
 import subprocess
 import sys
 
@@ -7,8 +8,10 @@ import pytest
 
 from headgate.cli.entry import COMMANDS
 from headgate.cli.help import help_text
-from headgate.cli.shelves import imported, listed
+from headgate.cli.shelves import from_source, imported
 from headgate.registry import MECHANISMS
+
+PLAIN = {name: value for name, value in os.environ.items() if name != "HEADGATE_MECHANISM_FILES"}
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -31,9 +34,9 @@ def test_help_says_what_is_needed_and_shows_how() -> None:
 def test_the_list_is_that_of_the_registry() -> None:
     """But for those that a test has registered."""
     known = imported()
-    assert listed() == {name: known[name] for name in listed()}
+    assert from_source() == {name: known[name] for name in from_source()}
     home = MECHANISMS.package
-    assert set(listed()) == {n for n in known if MECHANISMS.get(n).__module__.startswith(f"{home}.")}
+    assert set(from_source()) == {n for n in known if MECHANISMS.get(n).__module__.startswith(f"{home}.")}
 
 
 @pytest.mark.parametrize(
@@ -51,7 +54,9 @@ def test_names_are_checked_before_data_and_torch(words: list[str]) -> None:
         f"try:\n    run({words!r})\nexcept Exception as error:\n    print(error)\n"
         "print(sorted({'torch', 'numpy'} & set(sys.modules)))"
     )
-    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        [sys.executable, "-c", script], env=PLAIN, capture_output=True, text=True, check=True
+    ).stdout
     assert "unknown mechanism 'dynamic-spars'" in said
     assert "dynamic-sparse" in said
     assert said.splitlines()[-1] == "[]"
@@ -62,6 +67,8 @@ def test_a_list_waits_for_no_torch() -> None:
         "import sys\nfrom headgate.cli.entry import run\nrun(['mechanisms'])\n"
         "print(sorted({'torch', 'numpy'} & set(sys.modules)))"
     )
-    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        [sys.executable, "-c", script], env=PLAIN, capture_output=True, text=True, check=True
+    ).stdout
     assert "dynamic-sparse" in said
     assert said.splitlines()[-1] == "[]"

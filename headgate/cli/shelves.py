@@ -26,14 +26,20 @@ class Listed:
     ablations: tuple[str, ...]
 
 
-@cache
 def listed() -> dict[str, Listed]:
-    """By name; empty if there are others that only importing finds: entry points, files of one's own."""
+    """By name; empty if all are imported already, or if there are others that only importing finds: entry
+    points, files of one's own."""
     from importlib.metadata import entry_points
 
     assert MECHANISMS.package is not None
-    if os.environ.get(MECHANISMS.files_variable or "") or entry_points(group=MECHANISMS.package):
+    if MECHANISMS.is_scanned or os.environ.get(MECHANISMS.files_variable or ""):
         return {}
+    return {} if entry_points(group=MECHANISMS.package) else from_source()
+
+
+@cache
+def from_source() -> dict[str, Listed]:
+    """The mechanisms of the package, by name."""
     found = {}
     for path in sorted((Path(__file__).parents[1] / "mechanisms").glob("*.py")):
         module = ast.parse(path.read_text(encoding="utf-8"))

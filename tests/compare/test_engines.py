@@ -123,7 +123,7 @@ def test_ray_gives_the_same_though_a_worker_dies(
     words = [*compare_words(out, data, recipe), "--on", "ray", "--ray-address", on_ray]
     front = subprocess.Popen([sys.executable, "-m", "headgate", *words])
     wait_until(lambda: any(out.glob("leases/*/*.json")), front)
-    _, holder = read_holder(next(out.glob("leases/*")))
+    _, holder = read_holder(next(out.glob("leases/*/*.json")).parent)
     assert holder is not None
     os.kill(holder.pid, signal.SIGKILL)
     assert front.wait(HANG) == 0

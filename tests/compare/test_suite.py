@@ -15,6 +15,7 @@ from headgate.config import SuiteOptions
 from headgate.data.tasks import TASKS
 from headgate.errors import HeadgateError
 from headgate.report.suite_page import suite_page, write_suite_page
+from headgate.train.folder import IN_FINAL, IN_SUMMARY
 
 TASK = "mqar:length=16,pairs=[2,4],keys=6,values=4,filler=2"
 SHORT = ("train.steps=3", "train.batch_size=2", "model.d_model=32", "model.head_dim=16", "model.d_mlp=32")
@@ -110,7 +111,8 @@ def test_the_best_rate_is_that_of_the_lowest_loss(tmp_path: Path) -> None:
     for run in runs:
         run.folder.mkdir(parents=True)
         loss = losses[run.rate][run.seed - 1000]
-        (run.folder / "summary.json").write_text(json.dumps({"final": {"loss": loss}}))
+        summary = dict.fromkeys(IN_SUMMARY, 0) | {"final": dict.fromkeys(IN_FINAL, 0) | {"loss": loss}}
+        (run.folder / "summary.json").write_text(json.dumps(summary))
     assert best_rate(plan, runs) == 0.2
     assert [run.rate for run in judged_runs(plan, "t", tmp_path)] == [0.2]
     for run in runs:
