@@ -167,7 +167,7 @@ def run_result(folder: Path) -> tuple[Any, ...]:
 
 def saved_documents(folder: Path) -> int:
     if (folder / "manifest.json").is_file():
-        manifest = shards.check(folder)
+        manifest = shards.check_data(folder)
         assert manifest is not None
         return sum(split.documents for split in manifest.splits)
     note = folder / "progress.json"
