@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 
 NATIVE := $(wildcard headgate/ops/native/*.cpp headgate/ops/native/*.h)
 
-.PHONY: demo test test-gpu lint sanitize instrument clean
+.PHONY: demo test test-gpu lint sanitize instrument wheels docs clean
 .DELETE_ON_ERROR:
 
 $(READY): pyproject.toml setup.py constraints.txt headgate/version.py $(NATIVE)
@@ -60,5 +60,21 @@ sanitize: $(READY)
 		LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so)" \
 		$(BIN)/python -m pytest tests/ops -m "not compiles"
 
+# What a release consists of, in dist/: a wheel with kernels for this machine's processor that needs no compiler, one
+# without kernels for all others, and the sources. docs/releasing.md says what to check.
+wheels: $(READY)
+	rm -rf build dist
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheels .
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheels/*linux*.whl
+	rm -rf build
+	HEADGATE_PURE=1 $(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	rm -rf build
+	$(BIN)/python -m build --quiet --sdist --no-isolation --outdir dist .
+	ls -l dist
+
+# The pages of docs/ as a site, in site/; a warning is an error.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 clean:
-	rm -rf $(VENV) build *.egg-info headgate/ops/native/*.so headgate/ops/native/build.txt
+	rm -rf $(VENV) build dist site *.egg-info headgate/ops/native/*.so headgate/ops/native/build.txt

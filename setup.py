@@ -5,6 +5,10 @@ all the same: the reason is written beside the sources, and the loader tells it.
 
     python setup.py build_ext --inplace                        build where the sources are
     HEADGATE_SANITIZE=1 python setup.py build_ext --inplace    only the library that `make sanitize` tests
+    HEADGATE_PURE=1 pip wheel .                                a wheel without kernels, for any platform
+    HEADGATE_MACHINE=aarch64 CXX=aarch64-linux-gnu-g++ pip wheel .      for another processor
+
+The libraries are loaded by name and know nothing of Python, so that one wheel serves all its versions.
 """
 
 import os
@@ -16,14 +20,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 NATIVE = Path("headgate/ops/native")
 FLAGS = "-std=c++17 -O3 -fPIC -shared -pthread -fvisibility=hidden -fno-math-errno -fno-trapping-math -Wall"
+PURE = bool(os.environ.get("HEADGATE_PURE"))
+MACHINE = os.environ.get("HEADGATE_MACHINE", platform.machine()).lower()
 LEVELS = {"plain": ""}
 if os.environ.get("HEADGATE_SANITIZE"):
     LEVELS = {"sanitize": "-march=native -g -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined"}
-elif platform.machine().lower() in ("x86_64", "amd64"):
+elif MACHINE in ("x86_64", "amd64"):
     # Exactly the features that headgate_instruction_set asks the CPU for.
     LEVELS |= {
         "avx2": "-mavx2 -mfma",
@@ -52,7 +59,13 @@ class BuildKernels(build_ext):
     def compile_level(self, compiler: str, level: str) -> str | None:
         """The reason why this library could not be built, if so."""
         sources = sorted(str(path) for path in NATIVE.glob("*.cpp"))
-        command = [*f"{compiler} {FLAGS} {LEVELS[level]}".split(), *sources, "-o", str(self.library(level))]
+        strip = "" if level == "sanitize" else "-s"
+        command = [
+            *f"{compiler} {FLAGS} {strip} {LEVELS[level]}".split(),
+            *sources,
+            "-o",
+            str(self.library(level)),
+        ]
         done = subprocess.run(command, capture_output=True, text=True)
         print(done.stderr, end="")
         if done.returncode == 0:
@@ -70,12 +83,20 @@ class BuildKernels(build_ext):
         return {}
 
 
+class AnyPython(bdist_wheel):
+    def get_tag(self) -> tuple[str, str, str]:
+        system = super().get_tag()[2]
+        if not PURE and "HEADGATE_MACHINE" in os.environ:
+            system = f"linux_{MACHINE}"
+        return "py3", "none", "any" if PURE else system
+
+
 def found(compiler: str) -> str | None:
     return shutil.which(compiler.split()[0])
 
 
 setup(
     # Names the libraries for setuptools, which then knows that the package is made for one platform.
-    ext_modules=[Extension("headgate.ops.native.kernels", sources=[], optional=True)],
-    cmdclass={"build_ext": BuildKernels},
+    ext_modules=[] if PURE else [Extension("headgate.ops.native.kernels", sources=[], optional=True)],
+    cmdclass={"build_ext": BuildKernels, "bdist_wheel": AnyPython},
 )

@@ -31,7 +31,7 @@ import headgate
 from headgate.config import ModelConfig
 from headgate.model.cache import Cache
 from headgate.model.decoder import Decoder
-from headgate.model.qwen import tensor_names, write_settings
+from headgate.model.families import tensor_names, write_settings
 from headgate.recipes import get_recipe
 
 
@@ -71,7 +71,7 @@ def qwen3(decoder: Decoder, longest: int) -> Any:
     import transformers
 
     transformers.logging.set_verbosity_error()
-    settings = write_settings(decoder.config) | {"max_position_embeddings": longest}
+    settings = write_settings(decoder.config, "qwen") | {"max_position_embeddings": longest}
     config = transformers.Qwen3Config(**settings, attn_implementation="sdpa")
     model = transformers.Qwen3ForCausalLM(config).eval()
     ours = decoder.state_dict()

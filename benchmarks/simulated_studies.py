@@ -12,15 +12,23 @@ documents of very different lengths, and judges them with `headgate.compare.stat
 
 import argparse
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headgate.compare.looks import nominal_levels
-from headgate.compare.statistics import ALPHA, Estimate, Losses, VariancePart, compare_losses, power
+from headgate.compare.statistics import (
+    ALPHA,
+    Estimate,
+    Losses,
+    VariancePart,
+    compare_losses,
+    documents_df,
+    power,
+)
 
 
 @dataclass(frozen=True)
@@ -35,9 +43,19 @@ class World:
     lengths: float = 1.0
     """Deviation of the logarithm of a document's length."""
 
-    def losses(self, draw: np.random.Generator, shifts: Sequence[float], seeds: int) -> list[Losses]:
+    def tokens(self, draw: np.random.Generator) -> NDArray[np.float64]:
+        """Of each document."""
+        return np.ceil(np.exp(draw.normal(5, self.lengths, self.documents)))
+
+    def losses(
+        self,
+        draw: np.random.Generator,
+        shifts: Sequence[float],
+        seeds: int,
+        tokens: NDArray[np.float64] | None = None,
+    ) -> list[Losses]:
         """The baseline, then a variant for each shift. Seeds and documents also have a part common to all."""
-        tokens = np.ceil(np.exp(draw.normal(5, self.lengths, self.documents)))
+        tokens = self.tokens(draw) if tokens is None else tokens
         common = 5 + draw.normal(0, 0.3, (seeds, 1)) + draw.normal(0, 1, self.documents)
         found = []
         for shift in (0.0, *shifts):
@@ -49,17 +67,14 @@ class World:
             found.append(Losses(by_seed, dict(enumerate(sums)), tokens))
         return found
 
-    def estimate(self, seeds: int) -> Estimate:
+    def estimate(self, seeds: int, tokens: NDArray[np.float64]) -> Estimate:
         """What a study would estimate of a difference between two variants if it met the true variances."""
-        weight = math.exp(self.lengths**2)  # mean of the squared lengths over the square of their mean
-        a, b, e = 2 * self.seed**2, 2 * weight * self.document**2, 2 * weight * self.rest**2
-        n, draw = self.documents, np.random.default_rng(0)
-        lengths = np.exp(draw.normal(5, self.lengths, (1000, n)))
-        as_many = np.median(lengths.sum(1) ** 2 / np.square(lengths).sum(1))
+        as_many = tokens.sum() ** 2 / np.square(tokens).sum()  # equally long documents (Kish)
+        a, b, e = 2 * self.seed**2, 2 * self.document**2, 2 * self.rest**2
         return Estimate(
             0.0,
-            VariancePart(a / seeds + e / (seeds * n), seeds - 1),
-            VariancePart(b / n, max(1.0, as_many - 1)),
+            VariancePart(float(a / seeds + e / (seeds * as_many)), seeds - 1),
+            VariancePart(float(b / as_many), documents_df(tokens)),
         )
 
 
@@ -100,14 +115,15 @@ def coverage(
 
 def shown(world: World, studies: int, *, looks: tuple[int, ...], variants: int = 4) -> tuple[float, float]:
     """Of true differences that the last look alone has a power of 0.8 for: the share of studies that show it,
-    and the share predicted; with several looks at least that."""
-    seeds = looks[-1]
-    truth = world.estimate(seeds)
+    and the share predicted; with several looks at least that. All have documents of the same lengths, which a
+    study knows."""
+    seeds, tokens = looks[-1], world.tokens(np.random.default_rng(0))
+    truth = world.estimate(seeds, tokens)
     level = nominal_levels(looks, ALPHA / variants)[-1]
     shift = truth.detectable(level)
     draw, found = np.random.default_rng(3), 0
     for _ in range(studies):
-        baseline, *others = world.losses(draw, [shift] + [0.0] * (variants - 1), seeds)
+        baseline, *others = world.losses(draw, [shift] + [0.0] * (variants - 1), seeds, tokens)
         row = compare_losses(baseline, {str(n): one for n, one in enumerate(others)}, looks=looks)["0"]
         found += row.verdict == "worse"
     return found / studies, power(shift / truth.error, truth.df(level), level)

@@ -29,7 +29,7 @@ from headgate.data.prepare import Request, prepare
 from headgate.data.shards import open_split
 from headgate.machine import keep_memory
 from headgate.model.decoder import Decoder
-from headgate.model.qwen import write_settings
+from headgate.model.families import write_settings
 from headgate.progress import Progress
 from headgate.recipes import get_recipe
 from headgate.train.checkpoint import State
@@ -71,7 +71,7 @@ def theirs(asked: Config, data: Path, *, fused: bool, compiled: bool) -> Callabl
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     m, t = asked.model, asked.train
-    settings = write_settings(m) | {"max_position_embeddings": t.context, "use_cache": False}
+    settings = write_settings(m, "qwen") | {"max_position_embeddings": t.context, "use_cache": False}
     model = Qwen3ForCausalLM(Qwen3Config(**settings, attn_implementation="sdpa")).train()
     count = sum(p.numel() for p in model.parameters())
     assert count == Decoder(m).parameter_count(), "the models differ in size"

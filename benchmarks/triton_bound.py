@@ -43,7 +43,7 @@ DEVICES = {
     "H100": Device("sm_90", 132, 1.83, 128, 16, 4096, 3.35e12),
 }
 FP32 = ("FADD", "FMUL", "FFMA", "FSEL", "FMNMX", "FSETP", "FSET")
-PRODUCTS = {"forward": 2, "backward_queries": 3, "backward_keys": 4}
+PRODUCTS = {"forward": 2, "backward": 5, "backward_queries": 3, "backward_keys": 4}
 """Matrix products of a tile: rows x columns x width multiply-adds each."""
 
 

@@ -4,8 +4,8 @@
     python benchmarks/triton_resources.py --width 128 --hidden 32   at the largest sizes
     python benchmarks/triton_resources.py --width 32 64 128 --hidden 4 8 16 32 --form multiply log
 
-Each kernel is compiled in all its configurations for A100 (sm_80), H100 (sm_90) and MI300 (gfx942), and its
-registers, spills and shared memory are read from the machine code: a few seconds each.
+Each kernel is compiled in all its configurations for A100 (sm_80), H100 (sm_90), B200 (sm_100) and MI300
+(gfx942), and its registers, spills and shared memory are read from the machine code: a few seconds each.
 """
 
 import argparse
@@ -29,14 +29,15 @@ from headgate.ops.triton.pair_gate import DTYPES, HIDDEN, KERNELS, WIDTHS, Kerne
 TARGETS: dict[str, tuple[str, int | str, int]] = {
     "sm_80": ("cuda", 80, 32),
     "sm_90": ("cuda", 90, 32),
+    "sm_100": ("cuda", 100, 32),
     "gfx942": ("hip", "gfx942", 64),
 }
 SPILL_LIMIT = 16
 """Bytes a thread may spill: four registers, in a tile that computes for thousands of cycles."""
-SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 1024}
+SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
 """Bytes of shared memory that one block may take: CUDA C++ programming guide, table of technical
 specifications; CDNA 3 instruction set architecture, local data share."""
-REGISTER_LIMIT = {"sm_80": 255, "sm_90": 255, "gfx942": 512}
+REGISTER_LIMIT = {"sm_80": 255, "sm_90": 255, "sm_100": 255, "gfx942": 512}
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
@@ -84,7 +85,11 @@ def signature(case: Case) -> tuple[dict[str, Any], dict[Any, Any], dict[Any, Any
         elif name == "scale":
             types[name] = "fp32"
         else:
-            sums = ("softmax", "delta") + (("d_w2", "d_b2") if case.kernel == "backward_queries" else ())
+            sums = ("softmax", "delta")
+            if case.kernel in ("backward", "backward_queries"):
+                sums += ("d_w2", "d_b2")
+            if case.kernel == "backward":  # what is added to by all
+                sums += ("d_q", "d_query_half")
             types[name] = "*fp32" if name in (*sums, "query_half", "key_half") else of_inputs
             attributes[place,] = [["tt.divisibility", 16]]
     return types, whole, attributes

@@ -13,7 +13,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -22,7 +22,7 @@ from headgate.errors import HeadgateError, suggestion
 from headgate.registry import MECHANISMS
 
 T = TypeVar("T")
-MOST_LAYERS, MOST_WIDTH = 10_000, 1 << 24
+MOST_LAYERS, MOST_WIDTH = 1000, 1 << 24
 """Far beyond any model; what is larger is a slip, and would be noticed only after a long wait."""
 WRITTEN_MECHANISM = re.compile(r"(?:(.+?\.py):)?([^:]*)(?::(.*))?", re.DOTALL)
 
@@ -125,7 +125,15 @@ def parse_lengths(text: str, name: str = "lengths") -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")] if text else []
     if not all(part.isdecimal() and int(part) for part in parts):
         raise HeadgateError(f"{name}={text!r} is not whole numbers above 0; write them as 1024,4096")
-    return tuple(map(int, parts))
+    lengths = tuple(map(int, parts))
+    require_distinct(lengths, name)
+    return lengths
+
+
+def require_distinct(values: Sequence[Any], what: str) -> None:
+    twice = next((value for n, value in enumerate(values) if value in values[:n]), None)
+    if twice is not None:
+        raise HeadgateError(f"{what} has {twice!r} twice; leave one out")
 
 
 MOST_SEEDS = 1000
@@ -154,6 +162,46 @@ def parse_seeds(text: str | int) -> tuple[int, ...]:
     if len(looks) > 1 and looks[0] < 2:
         raise HeadgateError(f"seeds={text!r} looks after one seed, which shows nothing; begin with 2 or more")
     return looks
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """RoPE stretched over a longer context than the first one trained with; names and meanings are those of
+    transformers."""
+
+    rope_type: Literal["linear", "llama3", "yarn"]
+    """linear: all frequencies are divided by the factor. llama3, yarn: the low ones alone, with a smooth
+    passage between."""
+    factor: float
+    """How many times as long the context becomes."""
+    original_max_position_embeddings: int | None = None
+    """The context before, for llama3 and yarn: which frequencies are low is judged by it."""
+    low_freq_factor: float = 1.0
+    """llama3: a frequency is low if it turns at most this often over the context before."""
+    high_freq_factor: float = 4.0
+    """llama3: a frequency that turns at least this often is left alone."""
+    beta_fast: float = 32.0
+    """yarn: a frequency that turns more often than this is left alone."""
+    beta_slow: float = 1.0
+    """yarn: a frequency that turns less often than this is divided by the whole factor."""
+    truncate: bool = True
+    """yarn: whether the passage begins and ends at whole dimensions."""
+    attention_factor: float | None = None
+    """yarn: what rotated queries and keys are multiplied by; 1 + log(factor) / 10 when null."""
+
+    def __post_init__(self) -> None:
+        require_at_least(self, 1, "factor", "original_max_position_embeddings")
+        if self.rope_type != "linear" and self.original_max_position_embeddings is None:
+            raise HeadgateError(
+                f"RoPE scaling of type {self.rope_type!r} lacks original_max_position_embeddings, the "
+                "context before it was stretched"
+            )
+        for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+            if not 0 < getattr(self, low) < getattr(self, high):
+                raise HeadgateError(
+                    f"{low}={getattr(self, low)} with {high}={getattr(self, high)}; expected two numbers "
+                    "above 0, the second the larger"
+                )
 
 
 @dataclass(frozen=True)
@@ -189,6 +237,8 @@ class ModelConfig:
     embedding_deviation: float | None = None
     """Standard deviation of the embedding's first values; the start's own when null."""
     rope_theta: float = 1e6
+    rope_scaling: RopeScaling | None = None
+    """How RoPE is stretched to longer contexts, as in Llama 3.1; null for plain RoPE."""
     norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
@@ -481,11 +531,18 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "processes", "nodes")
-        for engine in ("slurm", "ray"):
-            text = getattr(self, engine)
+        engine_settings(self.slurm, "--slurm")
+        for name, value in engine_settings(self.ray, "--ray").items():
+            if not re.fullmatch(r"\d+(\.\d+)?", value):
+                raise HeadgateError(f"--ray {name}={value} is no amount; write a number of at least 0")
+        given = {"slurm": self.slurm, "ray": self.ray}
+        given["ray-address"] = "" if self.ray_address == EngineOptions.ray_address else self.ray_address
+        for option, text in given.items():
+            engine = option.partition("-")[0]
             if text and self.on != engine:
-                raise HeadgateError(f"--{engine} {text!r} is for --on {engine}, and --on is {self.on}")
-            engine_settings(text, f"--{engine}")
+                raise HeadgateError(f"--{option} {text!r} is for --on {engine}, and --on is {self.on}")
+        if not self.ray_address.strip():
+            raise HeadgateError("--ray-address is empty; give the cluster's address, or auto")
         if self.nodes > 1 and self.on != "slurm":
             raise HeadgateError(f"--nodes {self.nodes} needs --on slurm, and --on is {self.on}")
 
@@ -555,7 +612,7 @@ def from_dict(cls: type[T], values: Mapping[str, Any], *, where: str = "") -> T:
 
 def load(cls: type[T], path: str | os.PathLike[str]) -> T:
     """Read a config written by `save`, or by hand."""
-    values = files.unsealed(files.read_json(path, object_pairs_hook=_unique), path)
+    values = files.read_sealed(path, object_pairs_hook=_unique)
     try:
         return from_dict(cls, values)
     except HeadgateError as error:

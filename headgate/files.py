@@ -48,6 +48,12 @@ def kind(path: AnyPath, *, follow: bool = True) -> str:
     return _kind(mode)
 
 
+def is_missing(path: AnyPath) -> bool:
+    """Whether nothing at all stands at a path; what is there and no file is for whoever reads it to
+    refuse."""
+    return not os.path.lexists(path)
+
+
 def _kind(mode: int) -> str:
     if stat.S_ISREG(mode):
         return ""
@@ -86,6 +92,17 @@ def own_folder(path: Path) -> Path:
         path.mkdir()
     found = kind(path, follow=False)
     if found != "a folder":
+        raise HeadgateError(f"{str(path)!r} is {found or 'a file'}; expected a folder of its own: remove it")
+    return path
+
+
+def own_place(base: Path, path: Path) -> Path:
+    """A place for a folder below one of ours: those between are made if they are missing, and none may be a
+    link, nor may what stands at the path."""
+    for parent in reversed(list(path.relative_to(base).parents)[:-1]):
+        own_folder(base / parent)
+    found = kind(path, follow=False)
+    if found not in ("missing", "a folder"):
         raise HeadgateError(f"{str(path)!r} is {found or 'a file'}; expected a folder of its own: remove it")
     return path
 
@@ -182,6 +199,7 @@ def naming(path: AnyPath) -> Iterator[None]:
 
 def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
     """The object with a digest of itself, by which damage is noticed."""
+    assert SEAL not in values
     return {**values, SEAL: _digest(values)}
 
 
@@ -191,6 +209,23 @@ def unsealed(values: Mapping[str, Any], path: AnyPath) -> dict[str, Any]:
     if SEAL in values and values[SEAL] != _digest(rest):
         raise HeadgateError(f"{str(path)!r} is damaged: it is not what was written there")
     return rest
+
+
+def write_sealed(path: AnyPath, values: Mapping[str, Any]) -> None:
+    write_json(path, sealed(values))
+
+
+def read_sealed(path: AnyPath, *, always: bool = False, **hooks: Any) -> dict[str, Any]:
+    """A JSON object that was sealed; one without a digest is of an earlier version or written by hand, and
+    with `always` damaged."""
+    values = read_json(path, **({"parse_constant": _refuse_constant} | hooks))
+    if always and SEAL not in values:
+        raise HeadgateError(f"{str(path)!r} is damaged: it has no digest")
+    return unsealed(values, path)
+
+
+def _refuse_constant(name: str) -> None:
+    raise HeadgateError(f"it holds {name}, which is no number")
 
 
 def _digest(values: Mapping[str, Any]) -> str:

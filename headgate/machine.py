@@ -4,8 +4,11 @@ Light to import: PyTorch is asked only inside, where it is loaded anyway.
 """
 
 import ctypes
+import functools
 import os
 import platform
+import signal
+import subprocess
 import sys
 from typing import TYPE_CHECKING
 
@@ -23,7 +26,11 @@ def cores() -> int:
 
 def memory() -> int:
     """Bytes of main memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    import psutil  # Windows
+
+    return int(psutil.virtual_memory().total)
 
 
 def processor() -> str:
@@ -45,8 +52,12 @@ def memory_peak(device: "torch.device | None" = None) -> int:
         import torch
 
         return torch.cuda.max_memory_allocated(device)
-    import resource
+    try:
+        import resource
+    except ModuleNotFoundError:  # Windows
+        import psutil
 
+        return int(psutil.Process().memory_info().peak_wset)
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
 
@@ -71,6 +82,34 @@ class Peak:
             return memory_peak()
         with open("/proc/self/status", encoding="ascii") as status:
             return next(int(line.split()[1]) * 1024 for line in status if line.startswith(key))
+
+
+@functools.cache
+def avoid_broken_tiles() -> bool:
+    """Tell oneDNN to do without matrix tiles (AMX) where they are announced and cannot be run; True if so.
+
+    Some virtual machines do that, and PyTorch dies of its first product in bf16. A process of its own tries
+    one, only where there are tiles; oneDNN reads the variable when it is first used.
+    """
+    if "ONEDNN_MAX_CPU_ISA" in os.environ or "amx_bf16" not in _cpu_flags():
+        return False
+    product = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); x @ x"
+    if subprocess.run([sys.executable, "-c", product], capture_output=True).returncode != -signal.SIGILL:
+        return False
+    os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_FP16"
+    print(
+        "headgate: this processor announces matrix tiles (AMX) that it cannot run; bf16 does without them",
+        file=sys.stderr,
+    )
+    return True
+
+
+def _cpu_flags() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            return next((line for line in file if line.startswith("flags")), "")
+    except OSError:
+        return ""
 
 
 def keep_memory() -> bool:

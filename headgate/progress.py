@@ -10,6 +10,8 @@ from rich.console import Console
 
 LIVE_SECONDS, PLAIN_SECONDS = 0.1, 30.0
 """Seconds from one line to the next: on a terminal, and elsewhere."""
+LEAST_SHARE = 0.01
+"""Of the work, before the time that the rest will take is worth telling."""
 REMEMBERED = 300
 """Seconds over which speeds are taken."""
 
@@ -52,6 +54,16 @@ class Progress:
         """A line that stays."""
         self._console.print(words, markup=False)
 
+    def now(self, words: str) -> None:
+        """What is being done, of which nobody knows how long it takes: on a terminal in the line that moves,
+        elsewhere as a line now and then."""
+        if self._console.is_terminal:
+            self._bar.update(self._task, description=words, total=None)
+            self._bar.refresh()
+        elif time.monotonic() - self._shown >= PLAIN_SECONDS:
+            self._shown = time.monotonic()
+            self.say(words)
+
     def update(self, done: float, words: str, **counters: float) -> None:
         """How much is done, in words too; of each counter, such as tokens, the speed is shown."""
         now = time.monotonic()
@@ -68,7 +80,8 @@ class Progress:
             speed = (count - before[name]) / seconds
             parts.append(f"{speed:,.{0 if speed >= 100 else 1}f} {name}/s")
         rate = (done - first) / seconds
-        parts.append(f"{duration((self._total - done) / rate)} left" if rate > 0 else "unknown time left")
+        known = rate > 0 and done - first >= LEAST_SHARE * self._total
+        parts.append(f"{duration((self._total - done) / rate)} left" if known else "unknown time left")
         if live:
             self._bar.update(self._task, description=", ".join(parts), completed=done)
             self._bar.refresh()

@@ -11,6 +11,9 @@ from headgate.errors import HeadgateError, suggestion
 
 T = TypeVar("T")
 
+FROM_FILE = "headgate_file_"
+"""How the module of a file that is not installed is called, behind which its own name stands."""
+
 
 class Registry(Generic[T]):
     """Maps names to entries. A duplicate raises; a miss names the closest entry.
@@ -124,7 +127,7 @@ def _run_file(file: Path) -> None:
     import hashlib
     import importlib.util
 
-    name = f"headgate_file_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+    name = f"{FROM_FILE}{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None

@@ -4,9 +4,6 @@ import json
 import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,10 +15,11 @@ import hypothesis
 import pytest
 import torch
 from filelock import FileLock
-from study_examples import asked, write_claims, write_recipe
+from study_examples import asked, asked_suite, write_claims, write_recipe
 
 from headgate.config import Config, MechanismSpec, ModelConfig, TrainConfig
 from headgate.data.prepare import Request, prepare
+from headgate.machine import avoid_broken_tiles
 
 # Triton reads it when it is first imported: its kernels then run on the CPU, one operation at a time.
 # On a device (`make test-gpu`) they are compiled.
@@ -34,15 +32,9 @@ hypothesis.settings.load_profile("any speed")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Some virtual machines announce matrix tiles (AMX) that they cannot run, and PyTorch dies of them in its
-    first product in bf16. Every process of the suite is then told to do without."""
-    flags = Path("/proc/cpuinfo")
-    asked = hasattr(config, "workerinput") or "ONEDNN_MAX_CPU_ISA" in os.environ
-    if asked or not flags.is_file() or "amx_bf16" not in flags.read_text():
-        return
-    product = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); x @ x"
-    if subprocess.run([sys.executable, "-c", product], capture_output=True).returncode == -signal.SIGILL:
-        os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_FP16"
+    """Every process of the suite does without matrix tiles that the machine announces and cannot run."""
+    if not hasattr(config, "workerinput"):  # a worker inherits what was found out
+        avoid_broken_tiles()
 
 
 @pytest.fixture(autouse=True)
@@ -141,4 +133,17 @@ def study(data: Path, micro: Config, share: Share, tmp_path_factory: pytest.Temp
     out = tmp_path_factory.mktemp("study") / "study"  # a worker's own: tests lock it
     shutil.copytree(share("study", make) / "study", out)
     assert run_study(*asked(out, data))  # trains nothing again; the results then name this folder
+    return out
+
+
+@pytest.fixture(scope="session")
+def finished_suite(share: Share, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A suite of one task and one variant, with its results."""
+    from headgate.compare.suite import run_suite
+
+    def make(home: Path) -> None:
+        assert run_suite(*asked_suite(home / "suite"))
+
+    out = tmp_path_factory.mktemp("suite") / "suite"
+    shutil.copytree(share("suite", make) / "suite", out)
     return out

@@ -2,6 +2,7 @@
 
 import pytest
 
+from headgate.compare.progress import StudyProgress
 from headgate.progress import Progress, duration
 
 
@@ -30,6 +31,31 @@ def test_nothing_is_shown_by_the_other_processes_of_a_run(capsys: pytest.Capture
     with Progress(2, shown=False) as progress:
         progress.say("a line")
     assert capsys.readouterr().err == ""
+
+
+def test_a_study_of_many_runs_leaves_few_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seconds = 0.0
+    monkeypatch.setattr("headgate.progress.time.monotonic", lambda: seconds)
+    with StudyProgress() as progress:
+        progress.phase("judging")
+        progress.begin_runs(total=1200, done=0, runs=120, left=120)
+        for number in range(120):
+            seconds += 1.0
+            if number == 70:
+                progress.failed("local, seed 1", "out of memory")
+            else:
+                progress.finished(f"full, seed {number}", 2.5)
+            progress.update_runs(10 * number + 10)
+    assert capsys.readouterr().err.splitlines() == [
+        " 25%  judging: 30 of 120 runs, last full, seed 29: 2.5000, 90 s left",
+        " 50%  judging: 60 of 120 runs, last full, seed 59: 2.5000, 60 s left",
+        "judging: local, seed 1: FAILED: out of memory",
+        " 75%  judging: 90 of 120 runs, last full, seed 89: 2.5000, 30 s left",
+        "judging: 120 runs trained in 2 min, 1 failed",
+        "100%  judging: 120 of 120 runs, last full, seed 119: 2.5000, 0 ms left",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr
 from typing import Any
 
@@ -94,6 +94,15 @@ def parse(command: Callable[..., None], name: str, words: Sequence[str]) -> Call
         if before is not None:
             os.environ["COLUMNS"] = before
     return bound
+
+
+def refuse_given(command: Callable[..., None], what: str, values: Mapping[str, Any]) -> None:
+    """Raise if one of these options of a command is given where it would have no effect."""
+    parameters = inspect.signature(command).parameters
+    for name, value in values.items():
+        if value != parameters[name].default:
+            flag = f"--{name.replace('_', '-')}"
+            raise HeadgateError(f"{what} does not take {flag}, but {value!r} was given; leave it out")
 
 
 def _settings_last(words: Sequence[str], known: dict[str, Option]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from headgate.cli.arguments import refuse_given
 from headgate.config import parse_lengths
 from headgate.errors import HeadgateError
 
@@ -44,9 +45,14 @@ def bench(
         json: Write all figures to this file.
         figure: Draw time against length into this .html, .png or .svg file.
     """
+    of_ops = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "window": window}
+    if steps:
+        refuse_given(bench, "bench --steps", of_ops | {"peers": peers, "figure": figure})
+    else:
+        refuse_given(bench, "bench without --steps", {"decoded_after": decoded_after})
     import torch
 
-    from headgate.measure.bench import bench, bench_steps
+    from headgate.measure import bench as measure
     from headgate.measure.speed import Shape
 
     if threads is not None:
@@ -54,16 +60,16 @@ def bench(
             raise HeadgateError(f"threads={threads} is too small; it must be at least 1")
         torch.set_num_threads(threads)
     if steps:
-        bench_steps(
+        measure.bench_steps(
             mechanisms,
             lengths=parse_lengths(lengths),
-            decoded_after=parse_lengths(decoded_after),
+            decoded_after=parse_lengths(decoded_after, "decoded_after"),
             memory=memory,
             seconds=seconds,
             json_path=json,
         )
         return
-    bench(
+    measure.bench(
         Shape(batch, heads, heads if kv_heads is None else kv_heads, head_dim, window),
         lengths=parse_lengths(lengths),
         names=mechanisms,

@@ -1,9 +1,8 @@
 """`headgate prepare`: from text to token shards."""
 
-import inspect
 from pathlib import Path
-from typing import Any
 
+from headgate.cli.arguments import refuse_given
 from headgate.errors import HeadgateError
 
 
@@ -52,14 +51,14 @@ def prepare(
     if check is not None:
         if source is not None:
             raise HeadgateError(f"--check {check} takes no source, but {source!r} was given; leave it out")
-        _refuse_given(f"--check {check}", for_text | {"splits": splits})
+        refuse_given(prepare, f"--check {check}", for_text | {"splits": splits})
         print_checked(check_data(check), check)
     elif source is None or out is None:
         raise HeadgateError("prepare needs a source and a folder to write: headgate prepare SOURCE OUT")
     else:
         shares, task = parse_shares(splits), parse_task(source)
         if task is not None:
-            _refuse_given(f"source {source!r}", for_text)
+            refuse_given(prepare, f"source {source!r}", for_text)
             print_summary(prepare_task(task, source, Path(out), shares), out)
             return
         request = data.Request(
@@ -71,12 +70,3 @@ def prepare(
 def _written(separator: str | None) -> str | None:
     r"""A separator with \n and \t for the characters that they stand for, which are hard to type."""
     return separator and separator.replace("\\n", "\n").replace("\\t", "\t")
-
-
-def _refuse_given(what: str, options: dict[str, Any]) -> None:
-    """Raise if one of these options of prepare is given where it would have no effect."""
-    parameters = inspect.signature(prepare).parameters
-    for name, value in options.items():
-        if value != parameters[name].default:
-            flag = f"--{name.replace('_', '-')}"
-            raise HeadgateError(f"{what} does not take {flag}, but {value!r} was given; leave it out")

@@ -159,16 +159,17 @@ def convert(
     out: str,
     /,
     *,
-    to: Literal["headgate", "qwen"] = "headgate",
+    to: Literal["headgate", "qwen", "llama", "mistral", "qwen3_5", "step3p5"] = "headgate",
     mechanism: str | None = None,
     dtype: Literal["fp32", "bf16", "fp16"] | None = None,
 ) -> None:
-    """Convert a Hugging Face Qwen2, Qwen2.5 or Qwen3 to headgate or back, or change a model's attention.
+    """Convert a Hugging Face Qwen, Llama or Mistral to headgate or back, or change a model's attention.
 
     Args:
         source: A Hugging Face folder, a run folder, a checkpoint, or a .safetensors file of headgate.
         out: The folder to write; it must be new or empty.
-        to: headgate, which transformers also reads once headgate.model.hf is imported, or plain qwen.
+        to: headgate, which transformers also reads once headgate.model.hf is imported; a family that needs no
+            headgate (qwen, llama, mistral); or, for gated attention, qwen3_5 or step3p5.
         mechanism: The new mechanism of the layers, such as dynamic-sparse:window=512 or local+full. It starts
             as full attention where it can.
         dtype: Type of the weights. Default: as in the source.

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from headgate.cli.shelves import check_names
 from headgate.config import EngineOptions, StudyOptions, SuiteOptions
+from headgate.errors import HeadgateError
 
 
 def compare(
@@ -101,18 +102,25 @@ def cancel(folder: str, /, *, ray_address: str = "auto") -> None:
 
 
 def report(folder: str, /, *, against: str | None = None, publish: str | None = None) -> None:
-    """Rewrite a study's results.json, results.md and report.html from what its folder holds.
+    """Write the page of a study or of a suite anew, with its tables, from what its folder holds.
 
     Args:
-        folder: The study folder, or one written by --publish, or a results.json: its page is then made from
-            that file alone.
+        folder: The study folder, or one written by --publish, or a results.json, whose page is then made from
+            that file alone; or the folder of a suite.
         against: The label of a variant; also print a table that compares every other variant with it.
         publish: Also write files small enough to commit to this folder: the results without each run's
             course, and the page's figures as SVG.
     """
     from headgate.compare.folder import StudyFolder
     from headgate.compare.results import write_results
+    from headgate.files import named
 
+    if any((Path(folder) / name).is_file() for name in ("plan.json", "suite.json")):
+        _refuse_for_suites(against=against, publish=publish)
+        _show_suite(folder)
+        return
+    if publish is not None:
+        named(publish, "--publish")
     if not Path(folder).is_file() and StudyFolder(folder).begun:
         write_results(folder)
     _show_study(folder, against=against)
@@ -129,11 +137,12 @@ def _show_study(folder: str, *, complete: bool = True, against: str | None = Non
     from headgate.compare.tables import print_against, print_results
     from headgate.report.page import write_page
     from headgate.report.reading import read_results
+    from headgate.report.verdict import answer_sentence
 
     results = read_results(folder)
     differences = None if against is None else differences_to(against, results)
     page = write_page(folder)
-    print_results(results)
+    print_results(results, answer_sentence(results))
     if against is not None and differences is not None:
         print()
         print_against(against, differences)
@@ -161,13 +170,30 @@ def suite(
         override: Change a setting of the recipe `task`, as in model.d_model=128; can also be given as a bare
             word.
     """
+    check_names(names)
     from headgate.compare.suite import run_suite
-    from headgate.compare.suite_results import print_suite
-    from headgate.report.suite_page import write_suite_page
 
     complete = run_suite(names, out, override, options, engine)
-    page = write_suite_page(out)
-    print_suite(out)
-    print(f"\nthe page is {page}; suite.json and suite.md beside it have the numbers")
+    _show_suite(out)
     if not complete:
         sys.exit(1)
+
+
+def _show_suite(folder: str) -> None:
+    """Make the tables and the page of a suite anew, and print its scores. Of one without its runs, only the
+    page."""
+    from headgate.compare.suite_results import print_suite, write_suite
+    from headgate.files import read_sealed
+    from headgate.report.suite_page import suite_sentence, write_suite_page
+
+    whole = (Path(folder) / "plan.json").is_file()
+    results = write_suite(folder) if whole else read_sealed(Path(folder) / "suite.json")
+    page = write_suite_page(folder)
+    print_suite(results, suite_sentence(results))
+    print(f"\nthe page is {page}; suite.json and suite.md beside it have the numbers")
+
+
+def _refuse_for_suites(**given: str | None) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise HeadgateError(f"--{name} {value} is for studies, and this is a suite; leave it out")

@@ -97,7 +97,7 @@ class StudyFolder:
     def write(self, study: Study, base: Config) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
         files.own_folder(self.path / "logs")
-        config.save(base, self.path / "config.json")
+        config.save(base, self.path / "config.json", seal=True)
         config.save(study, self.path / "study.json", seal=True)
 
     def refuse_strangers(self) -> None:
@@ -226,8 +226,9 @@ class StudyFolder:
         return self.path / "claims.json"
 
     def read_costs(self) -> Costs | None:
-        return config.load(Costs, self.costs_path) if self.costs_path.is_file() else None
+        return None if files.is_missing(self.costs_path) else config.load(Costs, self.costs_path)
 
     def papers(self) -> list[Paper]:
         """Those that come with headgate, and the user's own claims."""
-        return shipped_papers() + ([load_paper(self.claims_path)] if self.claims_path.is_file() else [])
+        own = [] if files.is_missing(self.claims_path) else [load_paper(self.claims_path)]
+        return shipped_papers() + own

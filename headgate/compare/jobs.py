@@ -98,8 +98,8 @@ class JobRunner:
             total=sum(job.end for job in jobs), done=settled + begun, runs=len(jobs), left=len(waiting)
         )
         for job in waiting.values():
-            for parent in reversed(list(job.folder.relative_to(self.study_folder).parents)[:-1]):
-                files.own_folder(self.study_folder / parent)
+            files.own_folder(job.log.parent)
+            files.own_place(self.study_folder, job.folder)
 
         def ended(task: Task, finished: bool) -> None:
             nonlocal settled
@@ -112,7 +112,7 @@ class JobRunner:
 
         def looked(running: Sequence[Task]) -> None:
             done = sum(min(last_step(task.folder), waiting[task.key].end) for task in running)
-            progress.update_runs(settled + done, [task.name for task in running])
+            progress.update_runs(settled + done)
 
         tasks = [self._task(job) for job in waiting.values()]
         with _interruptible():

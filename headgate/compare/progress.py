@@ -1,8 +1,13 @@
-"""What a person sees of a study: its phase, one bar for the runs of that, and a line for each that ends."""
+"""What a person sees of a study: one line that moves, and of each phase one that stays.
+
+A run that ends well is counted, not listed: there may be hundreds, and the answer comes last. One that fails
+or diverges has a line of its own.
+"""
 
 import math
+import time
 
-from headgate.progress import Progress
+from headgate.progress import Progress, duration
 
 
 class StudyProgress(Progress):
@@ -13,23 +18,37 @@ class StudyProgress(Progress):
         self._phase = f"{name}: "
 
     def note(self, words: str) -> None:
+        """A line of this phase that stays."""
         self.say(f"{self._phase}{words}")
+
+    def doing(self, words: str) -> None:
+        self.now(f"{self._phase}{words}")
 
     def begin_runs(self, *, total: int, done: int, runs: int, left: int) -> None:
         """Training begins: `left` of `runs` runs, `done` of `total` steps."""
-        self._steps, self._runs, self._ended = total, runs, runs - left
+        self._runs, self._left, self._ended, self._failed = runs, left, runs - left, 0
+        self._last, self._began = "", time.monotonic()
         self.begin(total, done)
-        self.note(f"{runs} runs, {left} to train" if left else f"all {runs} runs are trained")
+        if not left:
+            self.note(f"all {runs} runs are trained")
 
     def finished(self, name: str, loss: float) -> None:
-        self._ended += 1
-        outcome = f"validation loss {loss:.4f}" if math.isfinite(loss) else "its loss is not finite"
-        self.note(f"{self._ended} of {self._runs} {name}: {outcome}")
+        self._last = f", last {name}: {loss:.4f}"
+        if not math.isfinite(loss):
+            self._last = ""
+            self.note(f"{name}: its loss is not finite")
+        self._end()
 
     def failed(self, name: str, reason: str) -> None:
-        self._ended += 1
-        self.note(f"{self._ended} of {self._runs} {name}: FAILED: {reason}")
+        self._failed += 1
+        self.note(f"{name}: FAILED: {reason}")
+        self._end()
 
-    def update_runs(self, done: int, running: list[str]) -> None:
-        if running:
-            self.update(done, f"{self._phase}{', '.join(running)[-60:]}: {done:,} of {self._steps:,} steps")
+    def update_runs(self, done: int) -> None:
+        self.update(done, f"{self._phase}{self._ended} of {self._runs} runs{self._last}")
+
+    def _end(self) -> None:
+        self._ended += 1
+        if self._ended == self._runs:
+            failed = f", {self._failed} failed" if self._failed else ""
+            self.note(f"{self._left} runs trained in {duration(time.monotonic() - self._began)}{failed}")

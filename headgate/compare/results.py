@@ -7,7 +7,6 @@ Seconds come from costs.json, not from the runs, which share the machine: a vari
 baseline's times its relative speed, everywhere. Without costs.json they are those of the runs.
 """
 
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,9 @@ from typing import Any
 from headgate import config, files
 from headgate.compare import statistics
 from headgate.compare.claims import judge_papers
+from headgate.compare.commands import prepare_request, reproduction
 from headgate.compare.controls import sight
+from headgate.compare.documents import write_documents
 from headgate.compare.folder import PUBLISHED, TUNED, Study, StudyFolder, Winners
 from headgate.compare.jobs import Job, failure
 from headgate.compare.judging import family, judge_variants, judged_loss, losses_by_label
@@ -29,10 +30,8 @@ from headgate.compare.tables import claims_markdown, conditions, headline, markd
 from headgate.compare.tuning import Tuner, tuning_results
 from headgate.compare.variants import Variant
 from headgate.config import Config
-from headgate.data.shards import read_manifest
-from headgate.data.tasks.contract import TASKS
 from headgate.errors import HeadgateError, suggestion
-from headgate.measure.costs import Cost, CostPlan, Costs
+from headgate.measure.costs import Cost, Costs
 from headgate.mechanisms.contract import MECHANISMS, description
 from headgate.train.folder import RunFolder, read_evaluations
 from headgate.version import __version__
@@ -52,9 +51,14 @@ MEASURED = (
 
 
 def write_results(out: str | os.PathLike[str]) -> dict[str, Any]:
-    """Write results.json, results.md as a table, and papers.md if the study measured what a paper claims."""
+    """Write results.json, results.md as a table, documents.json if the runs kept the losses of documents, and
+    papers.md if the study measured what a paper claims."""
     results, folder = study_results(out), Path(out)
-    files.write_json(folder / "results.json", files.sealed(results))
+    study, base = StudyFolder(out).read()
+    # Those of a task are all alike: each is a sequence of the same kind.
+    jobs = [] if results["variants"][0]["answers"] else main_jobs(StudyFolder(out), study, base)
+    write_documents(folder / "documents.json", jobs, study.data)
+    files.write_sealed(folder / "results.json", results)
     files.write_text(folder / "results.md", markdown(results))
     if results["claims"]:
         files.write_text(folder / "papers.md", claims_markdown(results))
@@ -134,7 +138,7 @@ def study_results(out: str | os.PathLike[str]) -> dict[str, Any]:
         "costs": None if costs is None else config.to_dict(costs),
         **judge_papers(folder.papers(), study.variants, variants),
         "mechanisms": _mechanisms(study.variants),
-        "commands": _commands(folder, study, jobs, base),
+        "commands": reproduction(folder, study, jobs),
         "circumstances": _circumstances(jobs),
     }
     results["ladder"] = _ladder(folder, study, base, winners, judged, variants)
@@ -460,79 +464,14 @@ def _own_options(variant: Variant) -> dict[str, Any]:
 
 
 def _data(study: Study) -> dict[str, Any]:
-    request = _prepare_request(study)
+    request = prepare_request(study)
     return asdict(study.data) | {"request": None if request is None else dict(request)}
-
-
-def _prepare_request(study: Study) -> Mapping[str, Any] | None:
-    """What `headgate prepare` was asked for, if the data is still there."""
-    folder = Path(study.data.folder)
-    manifest = read_manifest(folder) if folder.is_dir() else None
-    return None if manifest is None else manifest.request
 
 
 def _mechanisms(variants: Sequence[Variant]) -> list[dict[str, str]]:
     """Names and descriptions of the mechanisms compared, formula included."""
     names = dict.fromkeys(spec.name for variant in variants for spec in variant.mechanism)
     return [{"name": name, "description": description(MECHANISMS.get(name))} for name in names]
-
-
-def _commands(folder: StudyFolder, study: Study, jobs: Sequence[Job], base: Config) -> dict[str, Any]:
-    """The commands that make the data, the study, and each run."""
-    names = [_written(variant) for variant in study.variants[1:] if not variant.control]
-    words = ["headgate", "compare", *names, "--recipe", study.recipe, "--data", study.data.folder]
-    seeds = ",".join(map(str, study.looks or (study.seeds,)))
-    words += ["--seeds", seeds, "--out", str(folder.path), *study.settings]
-    if not any(variant.control for variant in study.variants):
-        words.append("--no-controls")
-    if study.tune:
-        words += ["--tune", str(study.tune)] + (["--space", study.space] if study.space else [])
-        words += [] if study.published else ["--no-published"]
-    if study.ladder:
-        words += ["--ladder", ",".join(f"{multiple:g}" for multiple in study.ladder)]
-        words += ["--ladder-variants"] * study.ladder_variants
-    if study.budget != "tokens":
-        words += ["--budget", study.budget]
-    if study.threads != 1:
-        words += ["--threads", str(study.threads)]
-    if study.cost.lengths:
-        words += ["--lengths", ",".join(map(str, study.cost.lengths))]
-    if study.cost.seconds != CostPlan().seconds:
-        words += ["--cost-seconds", str(study.cost.seconds)]
-    if folder.claims_path.is_file():
-        words += ["--claims", str(folder.claims_path)]
-    request, prepare = _prepare_request(study), None
-    if request is not None:
-        prepare = ["headgate", "prepare", str(request["source"]), study.data.folder]
-        prepare += _prepare_options(request)
-    runs = [["headgate", *job.command(folder.path, study.data.folder)] for job in jobs]
-    return {"prepare": prepare, "compare": words, "runs": runs}
-
-
-def _prepare_options(request: Mapping[str, Any]) -> list[str]:
-    """The options of `headgate prepare` that are not its defaults."""
-    is_task = request["tokenizer"] in TASKS.names()
-    words = [] if is_task else ["--tokenizer", str(request["tokenizer"])]
-    splits = "/".join(map(str, request.get("splits", (80, 10, 10))))
-    options = {"--text-column": request.get("text_column", "text"), "--splits": splits}
-    options |= {"--max-tokens": request.get("max_tokens"), "--end-of-text": request.get("end_of_text")}
-    options |= {"--separator": request.get("separator")}
-    for option, value in options.items():
-        if value not in (None, "text", "80/10/10"):
-            words += [option, str(value)]
-    return words + ["--dedup"] * bool(request.get("dedup"))
-
-
-def _written(variant: Variant) -> str:
-    """The variant as it is written on the command line."""
-    parts = []
-    for spec in variant.mechanism:
-        options = ",".join(f"{key}={json.dumps(value)}" for key, value in spec.options.items())
-        parts.append(f"{spec.name}:{options.replace(chr(34), '')}" if options else spec.name)
-    text = "+".join(parts)
-    if variant.ablation:
-        text = f"{variant.mechanism[0].name}:{variant.ablation}"
-    return text if variant.label == text else f"{text}@{variant.label}"
 
 
 def _circumstances(jobs: Sequence[Job]) -> dict[str, Any]:

@@ -42,6 +42,8 @@ class Dimension:
         return float(f"{self.low * (self.high / self.low) ** share:.4g}")
 
     def share(self, value: float) -> float:
+        if value <= 0:
+            return -math.inf
         return math.log(value / self.low) / math.log(self.high / self.low)
 
     def side(self, value: Any) -> str | None:

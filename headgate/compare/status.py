@@ -78,7 +78,7 @@ def homes(folder: str | os.PathLike[str]) -> list[Path]:
     """The folders that have a queue: a study's own, or one for each task of a suite."""
     path = files.named(folder, "the study folder")
     if (path / "plan.json").is_file():
-        return sorted(child for child in path.iterdir() if child.is_dir())
+        return sorted(child for child in path.iterdir() if files.kind(child, follow=False) == "a folder")
     StudyFolder(path).read()  # or one sentence about what the folder is not
     return [path]
 
@@ -86,16 +86,18 @@ def homes(folder: str | os.PathLike[str]) -> list[Path]:
 def _run(study: Path, key: str, now: float) -> RunStatus:
     task = config.load(Task, study / "queue" / f"{key}.json")
     generation, holder = read_holder(lease_folder(study, key))
-    step = min(last_step(task.folder), task.end)
+    step = min(last_step(task.path(task.folder)), task.end)
     state, reason = _state(study, task, generation, holder, now), ""
     if state == "failed":
-        reason = failure(Path(task.log))
+        reason = failure(task.path(task.log))
     left = _seconds_left(task, step) if state == "running" else None
     where = {} if holder is None else {"engine": holder.engine, "host": holder.host, "job": holder.job}
     return RunStatus(task.name, state, step, task.end, seconds_left=left, reason=reason, **where)
 
 
 def _state(study: Path, task: Task, generation: int, holder: Holder | None, now: float) -> State:
+    if (task.path(task.folder) / "summary.json").is_file():
+        return "finished"  # whatever has become of the lease
     if holder is None:
         return "queued" if not generation else "stopped"
     if holder.ended is not None:
@@ -117,7 +119,7 @@ def _clock(folder: Path) -> float:
 
 
 def _seconds_left(task: Task, step: int) -> float | None:
-    lines = read_metrics(task.folder)[-50:]
+    lines = read_metrics(task.path(task.folder))[-50:]
     taken = sum(line.get("seconds", 0.0) for line in lines)
     return taken / len(lines) * (task.end - step) if lines else None
 

@@ -27,12 +27,14 @@ from headgate.compare.variants import Variant, parse_variants
 from headgate.config import Config, EngineOptions, StudyOptions
 from headgate.data.shards import open_split
 from headgate.machine import cores
-from headgate.measure.costs import CostPlan, measure_costs, step_seconds
+from headgate.measure.costs import CostPlan, device, measure_costs, step_seconds
 from headgate.measure.gates import gates_on_passage
 from headgate.measure.skipping import can_skip, gate_skipping
 from headgate.papers.paper import load_paper
 from headgate.recipes import named_config
+from headgate.train.distributed import World
 from headgate.train.folder import check_fit, describe_data, read_config
+from headgate.train.loop import refuse_too_large
 
 THRESHOLDS = (0.05, 0.1, 0.2, 0.3)
 """Heads and branches with gates below these are skipped, to see what that saves and costs."""
@@ -78,15 +80,17 @@ def run_study(
         check_variants(claims, base.model)
     folder = StudyFolder(out)
     folder.refuse_strangers()
+    if engine.on == "local":
+        refuse_too_large(base.model, World(0, 1, device()), shard=False)
     at_once = options.jobs or max(1, cores() // asked.threads)
     if options.dry_run:
         _forecast(folder, asked, base, at_once)
         return True
     with files.locked(folder.path, "compared"), StudyProgress() as progress:
+        executor = make_executor(folder.path, at_once, engine)  # one that is not there leaves nothing behind
         study = folder.take(asked, base)
         if claims is not None:
-            config.save(claims, folder.claims_path)
-        executor = make_executor(folder.path, at_once, engine)
+            config.save(claims, folder.claims_path, seal=True)
         if runner is None:
             runner = JobRunner(folder.path, study.data.folder, study.threads, executor, engine.processes)
         phases = Phases(folder, study, base, runner, progress)
@@ -137,7 +141,7 @@ class Phases:
         missing = [variant for variant in self.study.variants if variant.label not in self.study.steps]
         if not missing:
             return
-        self.progress.say("measuring a step of each variant, to give all the same seconds")
+        self.progress.now("measuring a step of each variant, to give all the same seconds")
         configs = {variant.label: variant.config(base) for variant in [baseline, *missing]}
         seconds = step_seconds(configs, self.study.threads)
         steps = dict(self.study.steps)
@@ -161,9 +165,6 @@ class Phases:
         """The same trials for every variant; by label, the one that won."""
         self.progress.phase("tuning")
         tuned = Tuner(self.folder, self.study, self.base, self.runner, self.progress).tune()
-        for label, one in tuned.items():
-            settings = ", ".join(f"{key}={value}" for key, value in one.winner.settings.items())
-            self.progress.note(f"{label}: trial {one.winner.number} wins ({settings or 'as published'})")
         return {label: one.winner for label, one in tuned.items()}
 
     def judge(self, winners: Winners | None = None) -> list[Job]:
@@ -203,12 +204,15 @@ class Phases:
         """Speed, memory and decoding of the variants, and what skipping nearly closed gates saves."""
         self.progress.phase("costs")
         before = self.folder.read_costs()
+        known = {cost.label for cost in before.costs} if before else set()
+        if any(variant.label not in known for variant in self.study.variants):
+            self.progress.note("measuring speed and memory; leave the machine alone meanwhile")
         costs = measure_costs(
             {variant.label: variant.config(self.base) for variant in self.study.variants},
             self.study.cost,
             before,
             at_once,
-            self.progress.note,
+            self.progress.doing,
         )
         if costs != before:
             config.save(costs, self.folder.costs_path, seal=True)
@@ -217,11 +221,11 @@ class Phases:
     def _skipping(self) -> None:
         """What skipping nearly closed gates saves and costs, for mechanisms that learn theirs."""
         path = self.folder.path / "skipping.json"
-        by_label = files.unsealed(files.read_json(path), path) if path.is_file() else {}
+        by_label = {} if files.is_missing(path) else files.read_sealed(path)
         for label, run in self._first_runs().items():
             if label in by_label or not can_skip(read_config(run).model):
                 continue
-            self.progress.note(f"measuring what skipping nearly closed gates saves and costs: {label}")
+            self.progress.doing(f"measuring what skipping nearly closed gates saves and costs: {label}")
             by_threshold = gate_skipping(
                 run,
                 THRESHOLDS,
@@ -230,11 +234,11 @@ class Phases:
                 seconds=self.study.cost.seconds * len(THRESHOLDS),
             )
             by_label[label] = [each.to_dict() for each in by_threshold]
-            files.write_json(path, files.sealed(by_label))
+            files.write_sealed(path, by_label)
 
     def gates(self) -> None:
         """The gates of each variant's first finished run on the beginning of the validation split."""
-        self.progress.say("reading the gates on a passage of held-out text")
+        self.progress.now("reading the gates on a passage of held-out text")
         gates = gates_on_passage(self._first_runs(), self.study.data.folder, self.base.train.context)
         text = json.dumps(files.sealed(gates), separators=(",", ":"))
         files.write_text(self.folder.path / "gates.json", text + "\n")

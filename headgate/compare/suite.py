@@ -26,7 +26,7 @@ from headgate.compare.executors.worker import Task
 from headgate.compare.jobs import failure
 from headgate.compare.progress import StudyProgress
 from headgate.compare.suite_plan import SuitePlan, SuiteRun, final_loss, judged_runs, read_plan, tuning_runs
-from headgate.compare.suite_results import JUDGED, write_suite
+from headgate.compare.suite_results import JUDGED, read_judged, write_suite
 from headgate.compare.variants import parse_variants
 from headgate.config import Config, EngineOptions, SuiteOptions
 from headgate.data.tasks.contract import TASKS, DrawnTask, SyntheticTask, parse_task
@@ -61,24 +61,28 @@ def run_suite(
         rates=options.learning_rates,
         tuning_seeds=options.tuning_seeds,
         seeds=options.seeds,
+        words={_folder(word): word for word in _task_words(options)},
+        settings=tuple(overrides),
     )
     folder = files.named(out, "the folder of the suite")
     _refuse_strangers(folder)
     complete = True
     with files.locked(folder, "used by a suite"), StudyProgress() as progress:
-        plan = _take(folder, asked)
         at_once = options.jobs or cores()
+        # Before anything is written: an engine that is not there leaves nothing behind.
+        executors = {name: make_executor(folder / name, at_once, engine) for name in tasks}
+        plan = _take(folder, asked)
         for name, (source, settings) in tasks.items():
             task, home = parse_task(source), folder / name
             assert task is not None
+            files.own_place(folder, home / "data")
             prepare_task(task, source, home / "data")
             _keep_config(home, settings)
-            progress.say(f"{name}: {source}")
-            executor = make_executor(home, at_once, engine)
+            progress.phase(name)
             tuning = list(tuning_runs(plan, name, home))
-            complete &= _train(home, tuning, settings, executor, progress)
+            complete &= _train(home, tuning, settings, executors[name], progress)
             judged = list(judged_runs(plan, name, home))
-            complete &= _train(home, judged, settings, executor, progress)
+            complete &= _train(home, judged, settings, executors[name], progress)
             _judge(home, judged, progress)
             write_suite(folder)
     return complete
@@ -86,11 +90,8 @@ def run_suite(
 
 def suite_tasks(options: SuiteOptions, overrides: Sequence[str]) -> dict[str, tuple[str, Config]]:
     """By the name of its folder, each task with as many samples as its training takes, and its settings."""
-    words = options.tasks.split()
-    if not words:
-        words = [name for name in TASKS.names() if TASKS.get(name).suite.quick or not options.quick]
     found: dict[str, tuple[str, Config]] = {}
-    for word in words:
+    for word in _task_words(options):
         name, _, given = word.partition(":")
         cls = TASKS.get(name)
         source = f"{name}:{given or _written(cls.suite.options)}"
@@ -101,11 +102,21 @@ def suite_tasks(options: SuiteOptions, overrides: Sequence[str]) -> dict[str, tu
         needed = train.steps * train.batch_size * train.accumulation
         drawn = issubclass(cls, DrawnTask)
         fresh = f"samples={needed},held_out={HELD_OUT}" if drawn else f"sequences={-(-5 * needed // 4)}"
-        folder = re.sub(r"[^A-Za-z0-9.]+", "-", word).strip("-")
+        folder = _folder(word)
         if folder in found:
             raise HeadgateError(f"task {word!r} is named twice; leave one out")
         found[folder] = (f"{source}{'' if source.endswith(':') else ','}{fresh}", settings)
     return found
+
+
+def _task_words(options: SuiteOptions) -> list[str]:
+    every = [name for name in TASKS.names() if TASKS.get(name).suite.quick or not options.quick]
+    return options.tasks.split() or every
+
+
+def _folder(word: str) -> str:
+    """The name of a task's folder."""
+    return re.sub(r"[^A-Za-z0-9.]+", "-", word).strip("-")
 
 
 def _written(options: Mapping[str, object]) -> str:
@@ -139,7 +150,7 @@ def _train(
     progress.begin_runs(total=steps * len(runs), done=settled, runs=len(runs), left=len(waiting))
     files.own_folder(home / "logs")
     for run in waiting.values():
-        run.folder.parent.mkdir(parents=True, exist_ok=True)
+        files.own_place(home, run.folder)
 
     def ended(task: Task, finished: bool) -> None:
         nonlocal settled
@@ -152,7 +163,7 @@ def _train(
 
     def looked(running: Sequence[Task]) -> None:
         done = sum(min(last_step(task.folder), steps) for task in running)
-        progress.update_runs(settled + done, [task.name for task in running])
+        progress.update_runs(settled + done)
 
     tasks = [replace(run.queued(), end=steps) for run in waiting.values()]
     return not run_tasks(executor, home, tasks, lambda task: waiting[task.key].finished, ended, looked)
@@ -160,13 +171,13 @@ def _train(
 
 def _judge(home: Path, runs: Sequence[SuiteRun], progress: StudyProgress) -> None:
     """Evaluate finished runs on the test split, each once."""
-    known = files.read_json(home / JUDGED) if (home / JUDGED).is_file() else {}
+    known = read_judged(home)
     todo = [run for run in runs if run.finished and run.place not in known]
     if todo:
-        progress.say(f"judging {len(todo)} runs on the test split")
+        progress.doing(f"judging {len(todo)} runs on the test split")
     for run in todo:
         known[run.place] = evaluate_run(run.folder, split="test", data=home / "data")
-        files.write_json(home / JUDGED, known)
+        files.write_sealed(home / JUDGED, known)
 
 
 def _refuse_strangers(folder: Path) -> None:
@@ -180,7 +191,7 @@ def _refuse_strangers(folder: Path) -> None:
 def _take(folder: Path, asked: SuitePlan) -> SuitePlan:
     """Make the folder this suite's, or extend the one that it holds by tasks, variants and seeds."""
     if not (folder / "plan.json").is_file():
-        config.save(asked, folder / "plan.json")
+        config.save(asked, folder / "plan.json", seal=True)
         return asked
     before = read_plan(folder)
     found = []
@@ -205,17 +216,19 @@ def _take(folder: Path, asked: SuitePlan) -> SuitePlan:
         tasks={**before.tasks, **asked.tasks},
         variants=before.variants + added,
         seeds=max(before.seeds, asked.seeds),
+        words={**before.words, **asked.words},
+        settings=asked.settings,
     )
     if plan != before:
-        config.save(plan, folder / "plan.json")
+        config.save(plan, folder / "plan.json", seal=True)
     return plan
 
 
 def _keep_config(home: Path, settings: Config) -> None:
     path = home / "config.json"
-    if path.is_file():
+    if not files.is_missing(path):
         found = config.differences(config.to_dict(config.load(Config, path)), config.to_dict(settings))
         if found:
             raise HeadgateError(f"{str(home)!r} was made with {'; '.join(found)}; choose another folder")
     else:
-        config.save(settings, path)
+        config.save(settings, path, seal=True)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from headgate import config
@@ -24,6 +24,10 @@ class SuitePlan:
     rates: tuple[float, ...]
     tuning_seeds: int
     seeds: int
+    words: Mapping[str, str] = field(default_factory=dict)
+    """By the same name, each task as it was asked for."""
+    settings: tuple[str, ...] = ()
+    """Changes to the recipe."""
 
 
 @dataclass(frozen=True)

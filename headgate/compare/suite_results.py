@@ -13,6 +13,7 @@ from rich.text import Text
 
 from headgate import config, files
 from headgate.compare import statistics
+from headgate.compare.commands import suite_command
 from headgate.compare.jobs import failure
 from headgate.compare.suite_plan import (
     SuitePlan,
@@ -39,7 +40,7 @@ SOLVED = 0.9
 def write_suite(out: str | os.PathLike[str]) -> dict[str, Any]:
     """Write suite.json, and its tables as suite.md."""
     results, folder = suite_results(out), Path(out)
-    files.write_json(folder / "suite.json", results)
+    files.write_sealed(folder / "suite.json", results)
     files.write_text(folder / "suite.md", suite_markdown(results))
     return results
 
@@ -52,10 +53,10 @@ def suite_results(out: str | os.PathLike[str]) -> dict[str, Any]:
     for name, source in plan.tasks.items():
         home = folder / name
         manifest = read_manifest(home / "data") if (home / "data").is_dir() else None
-        if manifest is None or manifest.task is None or not (home / "config.json").is_file():
+        if manifest is None or manifest.task is None or files.is_missing(home / "config.json"):
             continue
         base = config.load(Config, home / "config.json")
-        judged = files.read_json(home / JUDGED) if (home / JUDGED).is_file() else {}
+        judged = read_judged(home)
         rows = [_row(plan, name, home, variant, manifest.task, judged) for variant in plan.variants]
         tasks.append(
             {
@@ -69,7 +70,6 @@ def suite_results(out: str | os.PathLike[str]) -> dict[str, Any]:
                 "variants": rows,
             }
         )
-    labels = [variant.label for variant in plan.variants]
     results = {
         "headgate": __version__,
         "solved_at": SOLVED,
@@ -77,10 +77,17 @@ def suite_results(out: str | os.PathLike[str]) -> dict[str, Any]:
         "tuning_seeds": plan.tuning_seeds,
         "seeds": plan.seeds,
         "tasks": tasks,
-        "variants": [_overall(label, n, tasks) for n, label in enumerate(labels)],
+        "variants": [_overall(variant, n, tasks) for n, variant in enumerate(plan.variants)],
+        "command": suite_command(folder, plan),
     }
     collected: dict[str, Any] = files.finite(results)
     return collected
+
+
+def read_judged(home: Path) -> dict[str, Any]:
+    """By place, what each judged run of a task reached on the test split."""
+    path = home / JUDGED
+    return {} if files.is_missing(path) else files.read_sealed(path, always=True)
 
 
 def _row(
@@ -158,7 +165,7 @@ def _mean_by(answers: Sequence[Mapping[str, Any]], key: str, names: Sequence[str
     return rows
 
 
-def _overall(label: str, number: int, tasks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _overall(variant: Variant, number: int, tasks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """A variant over all tasks: its mean score if it has one for each, and its speed relative to the first
     variant's, the median over the tasks."""
     rows = [task["variants"][number] for task in tasks]
@@ -171,7 +178,9 @@ def _overall(label: str, number: int, tasks: Sequence[Mapping[str, Any]]) -> dic
     known = scores and all(score is not None for score in scores)
     parameters = [run["parameters"] for row in rows for run in row["runs"] if run["state"] == "finished"]
     return {
-        "label": label,
+        "label": variant.label,
+        "mechanism": "+".join(spec.name for spec in variant.mechanism),
+        "ablation": variant.ablation,
         "mean_score": fmean(scores) if known else None,
         "solved": sum(score is not None and score >= SOLVED for score in scores),
         "speed": median(speeds) if speeds else None,
@@ -230,9 +239,8 @@ def suite_markdown(results: Mapping[str, Any]) -> str:
     return "\n".join(parts) + "\n"
 
 
-def print_suite(out: str | os.PathLike[str]) -> None:
-    """The score table, for the terminal."""
-    results = files.read_json(Path(out) / "suite.json")
+def print_suite(results: Mapping[str, Any], answer: str) -> None:
+    """The score table, what failed, and the answer last, for the terminal."""
     names = [task["name"] for task in results["tasks"]]
     table = Table("", *names, "mean", "speed", box=None, pad_edge=False)
     for column in table.columns[1:]:
@@ -250,6 +258,7 @@ def print_suite(out: str | os.PathLike[str]) -> None:
                 console.print(
                     f"failed: {task['name']}, {row['label']}: {reason}", markup=False, soft_wrap=True
                 )
+    console.print(f"\n{answer}", markup=False, soft_wrap=True)
 
 
 def score_of(row: Mapping[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """The results of a study in words and as tables, for the terminal and for a paper."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,6 +32,8 @@ LEGEND = (
     "difference that would have been shown with a power of 0.8. speed, memory: of a training step, relative "
     "to the baseline. Controls are marked as such and are a family of their own."
 )
+IMPORTANT = ("variant", "verdict", "difference", "speed", "memory", "loss", "worth", "untuned", "could see")
+"""Columns in the order in which a narrow terminal leaves them out last."""
 NAMED = 4
 """The headline names at most this many variants of a verdict, and counts the rest of a longer list."""
 
@@ -276,17 +279,42 @@ def print_against(label: str, differences: Mapping[str, Difference]) -> None:
     table_console().print(table)
 
 
-def print_results(results: Mapping[str, Any]) -> None:
+def print_results(results: Mapping[str, Any], answer: str) -> None:
+    """The table, as many columns of it as there is room for, what failed, and the answer last."""
     console = table_console()
-    table = Table(*_columns(results), box=None, pad_edge=False)
+    variants = results["variants"][:1] + sorted(results["variants"][1:], key=_by_difference)
+    columns, cells = _columns(results), [_cells(variant, results) for variant in variants]
+    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+    shown = _fitting(columns, widths, console.width)
+    table = Table(*(columns[n] for n in shown), box=None, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
-    for variant in results["variants"]:
-        table.add_row(*map(Text, _cells(variant, results)))
+    for row in cells:
+        table.add_row(*(Text(row[n]) for n in shown))
     console.print(table)
-    console.print(f"\n{results['headline']} {results['conditions']}.", markup=False, soft_wrap=True)
-    for variant in results["variants"]:
+    if len(shown) < len(columns):
+        console.print(f"{len(columns) - len(shown)} more columns are in results.md and on the page.")
+    for variant in variants:
         for run in variant["runs"]:
             if run["state"] == "failed":
                 reason = f"failed: {variant['label']}, seed {run['seed']}: {run['reason']}"
                 console.print(reason, markup=False, soft_wrap=True)
+    console.print(f"\n{answer} {results['conditions']}.", markup=False, soft_wrap=True)
+
+
+def _by_difference(variant: Mapping[str, Any]) -> float:
+    mean = variant["difference"]["mean"]
+    return math.inf if mean is None else float(mean)
+
+
+def _fitting(columns: Sequence[str], widths: Sequence[int], room: int) -> list[int]:
+    """The columns that a line of `room` letters has room for: the most important, in their order."""
+    ranks = {name: rank for rank, name in enumerate(IMPORTANT)}
+    order = sorted(range(len(columns)), key=lambda n: ranks.get(columns[n].partition(",")[0], len(ranks)))
+    found: list[int] = []
+    for n in order:
+        if found and room < widths[n] + 1:
+            break
+        found.append(n)
+        room -= widths[n] + 1
+    return sorted(found)

@@ -14,6 +14,7 @@ the study folder, so a study that was stopped finds the same winners.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from statistics import fmean
 from typing import Any
 
@@ -178,17 +179,18 @@ class Tuner:
         """Where the winner stands at the edge of the space, as far as that matters."""
         best = Tuned("", tuple(tried), ()).winner
         winner = next((one for one in tried if one.trial.number == best.number), None)
-        if winner is None or not best.settings:
+        if winner is None:
             return []
         found = []
         for dimension in self.space:
-            side = dimension.side(best.settings[dimension.setting])
+            as_it_stands = attrgetter(dimension.setting)(self.base)
+            side = dimension.side(best.settings.get(dimension.setting, as_it_stands))
             if side is None:
                 continue
             costs = []
             for one in tried:
-                value = one.trial.settings.get(dimension.setting)
-                if value is not None and dimension.side(value) != side:
+                value = one.trial.settings.get(dimension.setting, as_it_stands)
+                if dimension.side(value) != side:
                     rung = min(len(one.losses), len(winner.losses)) - 1
                     costs.append(one.losses[rung] - winner.losses[rung])
             if costs and min(costs) > EDGE_GAIN:

@@ -13,6 +13,7 @@ from typing import Any
 
 from headgate.config import Config, MechanismSpec, ModelConfig, parse_mechanisms, split_mechanisms
 from headgate.errors import HeadgateError
+from headgate.files import SEAL
 from headgate.mechanisms.contract import MECHANISMS, make_options, on_shelf
 
 BASELINE = "full"
@@ -36,6 +37,10 @@ class Variant:
         if at and not label.strip():
             raise HeadgateError(
                 f"variant {text!r} has an empty label; write it after the @, or leave the @ out"
+            )
+        if label.strip() == SEAL:
+            raise HeadgateError(
+                f"variant {text!r} has the label {SEAL!r}, which files of a study use; choose another"
             )
         ablation = _ablation(specs[0]) if len(specs) == 1 else None
         plain = "+".join(written.without_file for written in split_mechanisms(body))

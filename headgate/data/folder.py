@@ -117,7 +117,7 @@ def begun(folder: Path) -> PrepareState | None:
     )
     if foreign:
         raise HeadgateError(
-            f"{str(folder)!r} holds {foreign[0]!r}, which is not of a prepare; choose another folder"
+            f"{str(folder)!r} holds {foreign[0]!r} but no manifest.json; choose another folder"
         )
     remove(folder)
     return None

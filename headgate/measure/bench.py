@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from headgate.config import require_at_least
+from headgate.config import require_at_least, require_distinct
 from headgate.errors import HeadgateError
 from headgate.files import naming, require_writable, write_text
 from headgate.machine import keep_memory, processor
@@ -45,6 +45,7 @@ def bench(
     require_at_least(shape, 1, "batch", "n_heads", "n_kv_heads", "head_dim", "window")
     if not lengths:
         raise HeadgateError("there is no length to measure at; give some, such as 1024,4096")
+    require_distinct(names or (), "mechanisms")
     _check_seconds(seconds)
     if figure_path is not None and figure_path.suffix not in (".html", ".png", ".svg"):
         raise HeadgateError(
@@ -61,7 +62,7 @@ def bench(
         if peers:
             others, missing = peer_cases(shape)
             cases += others
-        measured = measure(cases, sorted(set(lengths)), shape, seconds=seconds, progress=status.update)
+        measured = measure(cases, sorted(lengths), shape, seconds=seconds, progress=status.update)
         measured.not_run.update(missing)
         if memory:
             add_memory(
@@ -86,6 +87,7 @@ def bench_steps(
     """Every mechanism in whole steps of a small model, in place of attention alone."""
     if not lengths or not decoded_after:
         raise HeadgateError("there is no length to measure at; give some, such as 1024,8192")
+    require_distinct(names or (), "mechanisms")
     _check_seconds(seconds)
     if json_path is not None:
         require_writable(json_path)

@@ -45,6 +45,8 @@ class ContextAdaptiveOptions(MechanismOptions):
     """Keys of a block, with select=block."""
     gate: Literal["learned", "half", "local", "global"] = "learned"
     """The mix: learned, or fixed at one half, at local alone, at global alone."""
+    gate_bias: bool = True
+    """Whether the gate's last layer has a bias; without one no weights hold it at either end."""
     width: Literal["learned", "fixed"] = "learned"
     """Whether the local window widens with the input or stays at its narrowest."""
 
@@ -80,7 +82,7 @@ class ContextAdaptive(Mechanism):
         self.gate = self.width = None
         if options.gate == "learned":
             # The norm is the paper's "gate gradients require careful normalization".
-            norm, out = nn.RMSNorm(c, eps=1e-6), nn.Linear(hidden, heads.n_heads)
+            norm, out = nn.RMSNorm(c, eps=1e-6), nn.Linear(hidden, heads.n_heads, options.gate_bias)
             self.gate = nn.Sequential(norm, nn.Linear(c, hidden), nn.GELU(), out)
         if options.width == "learned" and options.gate != "global":
             self.width = nn.Linear(c, heads.n_heads)
@@ -172,8 +174,8 @@ class ContextAdaptive(Mechanism):
         """Towards the local branch at its widest: the global one leaves keys out from the third token on."""
         o = self.options
         for linear in (None if self.gate is None else self.gate[-1], self.width):
-            if linear is not None:
+            if linear is not None and linear.bias is not None:
                 fix_gate(cast(nn.Linear, linear))
-        if o.gate in ("learned", "local"):
+        if o.gate == "local" or (o.gate == "learned" and o.gate_bias):
             return o.reach + 1
         return next((i for i, n in enumerate(self._global_keys(o.reach + 1)) if n <= i), o.reach + 1)

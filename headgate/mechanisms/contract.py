@@ -25,6 +25,7 @@ from headgate.errors import HeadgateError, suggestion
 from headgate.ops import Span, block_means
 from headgate.ops.dispatch import forced
 from headgate.ops.documents import lengths
+from headgate.ops.gpu import has_double
 from headgate.ops.rotary import rotate
 from headgate.registry import Registry
 
@@ -158,9 +159,9 @@ class Past:
         return before.masked_fill(first.view(first.shape[0], 1, -1, *[1] * (t.ndim - 3)), 0.0)
 
     def running_sum(self, name: str, t: Tensor) -> Tensor:
-        """The sum of t (B,heads,Tq) over the tokens of the document up to each; in fp64, so that chunks
-        change nothing."""
-        running = t.double().cumsum(2)
+        """The sum of t (B,heads,Tq) over the tokens of the document up to each; in fp64 where the device has
+        it, so that chunks change nothing."""
+        running = (t.double() if has_double(t.device) else t.float()).cumsum(2)
         if self.documents is not None:
             earlier = torch.nn.functional.pad(running, (1, 0)).gather(2, self.documents[:, None].expand_as(t))
             return running - earlier
@@ -351,6 +352,12 @@ class Mechanism(nn.Module):
     def plain_span(self) -> Span | None:
         """Which keys a query sees, if with these options it is softmax attention over them and nothing more,
         which other tools compute too; None otherwise."""
+        return None
+
+    def gated_span(self) -> tuple[Span, str] | None:
+        """Which keys a query sees and the name of its gate, if with these options it is softmax attention
+        over those keys, weighed per head or per channel by the sigmoid of a linear layer of x, which other
+        tools compute too; None otherwise."""
         return None
 
     def observe(self, name: str, value: Tensor) -> None:

@@ -3,8 +3,8 @@
     out_i^h = o_i^{h,1} - sigmoid(w_l^h . x_i) * o_i^{h,2}
 
 2H query heads share the keys and values: both o are full attention, and what both see falls out. The second
-half of the queries has a projection of its own, and always an RMSNorm, as the first has in Qwen3. `bias=true`
-adds one to w_l, by which a retrofit closes the second half.
+half of the queries has a projection of its own, and always an RMSNorm, as the first has in Qwen3. With
+`gate_bias=true` w_l has a bias, by which a retrofit closes the second half.
 """
 
 import math
@@ -24,7 +24,7 @@ from headgate.ops.norm import rms_norm
 class DifferentialOptions(MechanismOptions):
     gate: Literal["learned", "closed"] = "learned"
     """How much of the second half is taken away: as learned, or nothing, which is full attention."""
-    bias: bool = False
+    gate_bias: bool = False
     """Whether the gate has a bias."""
 
 
@@ -35,12 +35,13 @@ class Differential(Mechanism):
     shelf = "second shelf"
     handles_documents = True
     ablations = {"no-difference": {"gate": "closed"}}
+    renamed_options = {"bias": "gate_bias"}
 
     def __init__(self, heads: Heads, options: DifferentialOptions) -> None:
         super().__init__(heads, options)
         self.gate = None
         if options.gate == "learned":
-            self.gate = nn.Linear(heads.d_model, heads.n_heads, options.bias)
+            self.gate = nn.Linear(heads.d_model, heads.n_heads, options.gate_bias)
             self.q_proj = nn.Linear(heads.d_model, heads.n_heads * heads.head_dim, bias=False)
             self.q_norm = nn.RMSNorm(heads.head_dim, eps=1e-6)
 
@@ -68,7 +69,7 @@ class Differential(Mechanism):
         """By the bias; without one, no weights close the second half for every token."""
         if self.gate is None:
             return math.inf
-        if not self.options.bias:
+        if not self.options.gate_bias:
             return 0
         fix_gate(self.gate, -OPEN)
         return math.inf

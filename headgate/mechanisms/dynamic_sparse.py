@@ -29,6 +29,8 @@ class DynamicSparseOptions(MechanismOptions):
     """Positions below this see all keys before them."""
     gate: Literal["learned", "open"] = "learned"
     """How the heads are weighted: by the learned gate, or all by 1."""
+    gate_bias: bool = True
+    """Whether the gate has a bias; without one no weights hold it open for every token."""
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "window")
@@ -49,7 +51,8 @@ class DynamicSparse(Mechanism):
 
     def __init__(self, heads: Heads, options: DynamicSparseOptions) -> None:
         super().__init__(heads, options)
-        self.gate = nn.Linear(heads.d_model, heads.n_heads) if options.gate == "learned" else None
+        learned = options.gate == "learned"
+        self.gate = nn.Linear(heads.d_model, heads.n_heads, options.gate_bias) if learned else None
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:
         span = past.span(self.options.window, dense_prefix=self.options.dense_prefix)
@@ -76,8 +79,15 @@ class DynamicSparse(Mechanism):
         o = self.options
         return None if o.gate == "learned" else Span(o.window, o.dense_prefix)
 
-    def start_as_full(self) -> float:
-        if self.gate is not None:
-            fix_gate(self.gate)
+    def gated_span(self) -> tuple[Span, str] | None:
         o = self.options
+        return (Span(o.window, o.dense_prefix), "gate") if o.gate == "learned" else None
+
+    def start_as_full(self) -> float:
+        """Its gates start open, by their bias."""
+        o = self.options
+        if self.gate is not None:
+            if not o.gate_bias:
+                return 0
+            fix_gate(self.gate)
         return math.inf if o.window is None else max(o.dense_prefix, o.window + 1)

@@ -3,7 +3,7 @@
     out_i^h = o_i^h * sigmoid(W_g x_i)^h              o: full attention
 
 `per="channel"` has a gate for each of a head's channels, as Qwen3-Next; `per="head"` has one for a head. The
-gate has no bias as published; `bias=true` adds one, by which a retrofit opens the gate.
+gate has no bias as published; with `gate_bias=true` it has one, by which a retrofit opens it.
 """
 
 import math
@@ -23,7 +23,7 @@ class GatedOptions(MechanismOptions):
     """Whether a head has a gate for each of its channels or a single one."""
     gate: Literal["learned", "open"] = "learned"
     """Whether the gate is learned, or 1 for all."""
-    bias: bool = False
+    gate_bias: bool = False
     """Whether the gate has a bias."""
 
 
@@ -34,11 +34,12 @@ class Gated(Mechanism):
     shelf = "second shelf"
     handles_documents = True
     ablations = {"head": {"per": "head"}, "no-gate": {"gate": "open"}}
+    renamed_options = {"bias": "gate_bias"}
 
     def __init__(self, heads: Heads, options: GatedOptions) -> None:
         super().__init__(heads, options)
         gates = heads.n_heads * (heads.head_dim if options.per == "channel" else 1)
-        self.gate = nn.Linear(heads.d_model, gates, options.bias) if options.gate == "learned" else None
+        self.gate = nn.Linear(heads.d_model, gates, options.gate_bias) if options.gate == "learned" else None
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:
         if self.gate is None:
@@ -60,11 +61,14 @@ class Gated(Mechanism):
     def plain_span(self) -> Span | None:
         return Span() if self.gate is None else None
 
+    def gated_span(self) -> tuple[Span, str] | None:
+        return None if self.gate is None else (Span(), "gate")
+
     def start_as_full(self) -> float:
         """By the bias; without one, no weights hold the gate open for every token."""
         if self.gate is None:
             return math.inf
-        if not self.options.bias:
+        if not self.options.gate_bias:
             return 0
         fix_gate(self.gate)
         return math.inf

@@ -29,6 +29,8 @@ class HeadGatedOptions(MechanismOptions):
     """Reach of the local branch: keys at a distance up to this."""
     gate: Literal["learned", "half", "local", "global"] = "learned"
     """The mix: learned, or fixed at one half, at local alone, at global alone."""
+    gate_bias: bool = True
+    """Whether the gate has a bias; without one no weights hold it at either end for every token."""
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "window")
@@ -48,7 +50,8 @@ class HeadGated(Mechanism):
 
     def __init__(self, heads: Heads, options: HeadGatedOptions) -> None:
         super().__init__(heads, options)
-        self.gate = nn.Linear(heads.d_model, heads.n_heads) if options.gate == "learned" else None
+        learned = options.gate == "learned"
+        self.gate = nn.Linear(heads.d_model, heads.n_heads, options.gate_bias) if learned else None
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:
         o = self.options
@@ -94,6 +97,8 @@ class HeadGated(Mechanism):
 
     def start_as_full(self) -> float:
         """Towards the global branch, which is full attention: the gate starts at 0."""
-        if self.gate is not None:
+        o = self.options
+        if self.gate is not None and o.gate_bias:
             fix_gate(self.gate, -OPEN)
-        return self.options.window + 1 if self.options.gate in ("half", "local") else math.inf
+        mixed = self.gate is not None and not o.gate_bias
+        return o.window + 1 if mixed or o.gate in ("half", "local") else math.inf

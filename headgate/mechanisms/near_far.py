@@ -32,11 +32,17 @@ class NearFarOptions(MechanismOptions):
     """How the heads are weighted: by the learned gate, by a learned constant of each, or all by 1."""
     opening: float = 0.05
     """How far the gate is open when training starts."""
+    gate_bias: bool = True
+    """Whether the learned gate has a bias; without one it starts half open (opening=0.5)."""
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "window", "stretch")
         if not 0 < self.opening < 1:
             raise HeadgateError(f"opening={self.opening} is out of range; expected a share between 0 and 1")
+        if not self.gate_bias and self.gate == "learned" and self.opening != 0.5:
+            raise HeadgateError(
+                f"opening={self.opening} needs a bias, which gate_bias=false takes away; give opening=0.5"
+            )
 
 
 @register("near-far")
@@ -57,7 +63,8 @@ class NearFar(Mechanism):
         super().__init__(heads, options)
         near, far = heads.n_kv_heads // 2, heads.n_kv_heads - heads.n_kv_heads // 2
         self.windows = [options.window] * near + [options.stretch * options.window] * far
-        self.gate = nn.Linear(heads.d_model, heads.n_heads) if options.gate == "learned" else None
+        learned = options.gate == "learned"
+        self.gate = nn.Linear(heads.d_model, heads.n_heads, options.gate_bias) if learned else None
         self.constant = nn.Parameter(torch.empty(heads.n_heads)) if options.gate == "constant" else None
 
     def initialise(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
@@ -67,9 +74,8 @@ class NearFar(Mechanism):
             super().initialise(name, parameter, generator)
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:
-        gate = None if self.gate is None else self.followed(openness(self.gate(x)), down=True)
-        if self.constant is not None:
-            gate = self.followed(openness(self.constant).expand(*x.shape[:2], -1), down=True)
+        logits = self.constant if self.gate is None else self.gate(x)
+        gate = None if logits is None else self.followed(openness(logits).expand(*x.shape[:2], -1), down=True)
         active = gate[:, 0] > 0 if gate is not None and self.is_skipping(q) else None
         attended = ops.windows_attention(q, k, v, self.windows, past.span(), active=active)
         return attended if gate is None else head_weights(gate) * attended
@@ -82,8 +88,15 @@ class NearFar(Mechanism):
         same = len(set(self.windows)) == 1
         return ops.Span(self.windows[0]) if same and self.options.gate == "open" else None
 
+    def gated_span(self) -> tuple[ops.Span, str] | None:
+        same = len(set(self.windows)) == 1
+        return (ops.Span(self.windows[0]), "gate") if same and self.gate is not None else None
+
     def start_as_full(self) -> float:
+        """Its gates start open, by their bias."""
         if self.gate is not None:
+            if not self.options.gate_bias:
+                return 0
             fix_gate(self.gate)
         if self.constant is not None:
             self.constant.data.fill_(OPEN)

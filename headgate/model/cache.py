@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from headgate.errors import HeadgateError
+from headgate.ops.gpu import send
 
 
 class LayerCache:
@@ -134,6 +135,9 @@ class Cache:
 
     def __init__(self, n_layers: int, most: int | None = None) -> None:
         self.groups = [Group(n_layers, most)]
+        # On the device once and for all tokens, until rows change: a copy for each would make it wait.
+        self._lengths: Tensor | None = None
+        self._parts: list[tuple[slice | Tensor, Group]] | None = None
 
     @classmethod
     def join(cls, caches: Sequence["Cache"]) -> "Cache":
@@ -191,7 +195,7 @@ class Cache:
                     layer.select(wanted)
             group.rows = [new for new, row in enumerate(rows) if row in place]
             kept.append(group)
-        self.groups = kept
+        self.groups, self._lengths, self._parts = kept, None, None
 
     def claim(self, batch: int) -> None:
         """The next tokens are of this many rows; another number than before is refused."""
@@ -208,19 +212,25 @@ class Cache:
         following = torch.arange(count, device=device)
         if len(self.groups) == 1:
             return self.groups[0].length + following
-        return torch.tensor(self.lengths, device=device)[:, None] + following
+        if self._lengths is None:
+            self._lengths = send(torch.tensor(self.lengths), device)
+        return self._lengths[:, None] + following
 
     def parts(self, device: torch.device) -> list[tuple[slice | Tensor, Group]]:
         """The groups, each with what picks its rows out of the batch: a slice where they stand together."""
-        found: list[tuple[slice | Tensor, Group]] = []
-        for group in self.groups:
-            assert group.rows is not None
-            first, end = group.rows[0], group.rows[-1] + 1
-            together = end - first == len(group.rows)
-            found.append((slice(first, end) if together else torch.tensor(group.rows, device=device), group))
-        return found
+        if self._parts is None:
+            self._parts = []
+            for group in self.groups:
+                assert group.rows is not None
+                first, end = group.rows[0], group.rows[-1] + 1
+                together = end - first == len(group.rows)
+                rows = slice(first, end) if together else send(torch.tensor(group.rows), device)
+                self._parts.append((rows, group))
+        return self._parts
 
     def advance(self, count: int) -> None:
         """`count` tokens were added to every row."""
         for group in self.groups:
             group.length += count
+        if self._lengths is not None:
+            self._lengths = self._lengths + count

@@ -1,8 +1,8 @@
-"""From one form of a model to another: Qwen as Hugging Face stores it, and headgate, in both directions.
+"""From one form of a model to another: families of Hugging Face, and headgate, in both directions.
 
 A headgate folder holds `model.safetensors`, which `headgate.load` reads, and beside it the `config.json` and
-tokenizer files by which transformers reads the same folder once `headgate.model.hf` is imported. A Qwen
-folder needs no headgate.
+tokenizer files by which transformers reads the same folder once `headgate.model.hf` is imported. The folder
+of another family needs no headgate.
 
 Tensors are mapped from the files that hold them and written from there, one after the other: a model larger
 than the memory passes through. The folder is made under a temporary name, so what is seen of it is whole.
@@ -17,23 +17,19 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from headgate.config import Config, ModelConfig, from_dict, load, to_dict
+from headgate.config import Config, ModelConfig, load, to_dict
 from headgate.errors import HeadgateError, suggestion
 from headgate.files import named, read_json, write_text
 from headgate.mechanisms.contract import Mechanism, initialise
-from headgate.model import qwen
+from headgate.model import families, remote
 from headgate.model.decoder import Decoder, header_config, header_of, model_file, with_mechanism
-from headgate.model.tensors import verify, write_tensors
+from headgate.model.tensors import write_tensors
+from headgate.model.weights import MODEL_TYPE, PREFIX, Weights, settings_config
 
-Form = Literal["headgate", "qwen"]
-MODEL_TYPE, ARCHITECTURE = "headgate", "HeadgateForCausalLM"
-"""What transformers calls our models; `headgate.model.hf` registers them."""
-PREFIX = "decoder."
-"""What the names of our tensors begin with when transformers has saved them."""
-INDEX = "model.safetensors.index.json"
+Form = Literal["headgate", families.Family]
+ARCHITECTURE = remote.CLASSES["AutoModelForCausalLM"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CARRIED = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
 """Settings of a config.json that our config has no place for and other tools need."""
@@ -49,55 +45,6 @@ TOKENIZER_FILES = (
 )
 END_OF_TEXT = "<|endoftext|>"
 """The token that ends a text where a tokenizer has several special ones and nothing beside it says which."""
-
-
-class Weights:
-    """The tensors of one safetensors file, or of a folder's shards; each is read when it is asked for."""
-
-    def __init__(self, files: Mapping[str, Path]) -> None:
-        opened = {path: _open(path) for path in sorted(set(files.values()))}
-        self._opened = {name: opened[path] for name, path in files.items()}
-        inside = {path: set(file.keys()) for path, file in opened.items()}
-        for name, path in files.items():
-            if name not in inside[path]:
-                raise HeadgateError(f"{str(path)!r} has no tensor {name!r}, though {INDEX} says so")
-
-    @classmethod
-    def of_file(cls, path: Path) -> "Weights":
-        return cls(dict.fromkeys(_open(path).keys(), path))
-
-    @classmethod
-    def of_folder(cls, folder: Path) -> "Weights":
-        if (folder / INDEX).is_file():
-            names = read_json(folder / INDEX).get("weight_map")
-            if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-                raise HeadgateError(f"{str(folder / INDEX)!r} has no weight_map from tensors to files")
-            missing = sorted({name for name in names.values() if not (folder / Path(name).name).is_file()})
-            if missing:
-                raise HeadgateError(f"{str(folder)!r} lacks the shard {missing[0]!r} that its {INDEX} names")
-            return cls({tensor: folder / Path(name).name for tensor, name in names.items()})
-        if (folder / "model.safetensors").is_file():
-            return cls.of_file(folder / "model.safetensors")
-        pickled = sorted(path.name for end in ("bin", "pt", "pth") for path in folder.glob(f"*.{end}"))
-        if pickled:
-            raise HeadgateError(
-                f"{str(folder)!r} has its weights as pickle alone ({pickled[0]}), which can run code when "
-                "it is opened; save it as safetensors first"
-            )
-        raise HeadgateError(f"{str(folder)!r} has no weights; expected model.safetensors or {INDEX}")
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._opened
-
-    def names(self) -> set[str]:
-        return set(self._opened)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._opened[name].get_slice(name).get_shape())
-
-    def tensor(self, name: str) -> Tensor:
-        tensor: Tensor = self._opened[name].get_tensor(name)
-        return tensor
 
 
 @dataclass(frozen=True)
@@ -124,7 +71,7 @@ class Converted:
     """What was written, for the person who asked."""
 
     source: str
-    """The form of the source: headgate, qwen2 or qwen3."""
+    """The form of the source: headgate, qwen2, qwen3, llama or mistral."""
     form: str
     parameters: int
     dtype: str
@@ -153,7 +100,7 @@ def convert(
         raise HeadgateError(f"{str(out)!r} exists already; choose another folder, or remove it")
     found = read_source(named(source, "the source"))
     config = with_mechanism(found.config, mechanism)
-    settings = qwen.write_settings(config) if to == "qwen" else _headgate_settings(config)
+    settings = _headgate_settings(config) if to == "headgate" else families.write_settings(config, to)
     with torch.device("meta"):
         decoder = Decoder(config)
     fresh, changes = ({}, []) if mechanism is None else _open_mechanisms(decoder, found, seed)
@@ -168,11 +115,10 @@ def convert(
     stored = next(iter(tensors.values())).dtype
     settings |= {**found.carried, "dtype": str(stored).removeprefix("torch.")}
     header = {}
-    if to == "qwen":
-        theirs = qwen.tensor_names(config)
-        tensors = {theirs[name]: tensor for name, tensor in tensors.items()}
-    else:
+    if to == "headgate":
         header = header_of(config)
+    else:
+        tensors = families.tensors_as(to, config, tensors)
     _write(out, tensors, header, settings, found)
     return Converted(found.form, to, parameters, settings["dtype"], tuple(changes))
 
@@ -190,19 +136,19 @@ def read_source(path: Path) -> Source:
             return _ours(path)
         Weights.of_folder(path)  # says what is wrong with its weights, if that is what is wrong
         raise HeadgateError(
-            f"{str(path)!r} has no config.json with a model_type; expected a Qwen or headgate model's folder"
+            f"{str(path)!r} has no config.json with a model_type; expected a folder of Qwen, Llama, Mistral "
+            "or headgate"
         )
     carried = {name: settings[name] for name in CARRIED if settings.get(name) is not None}
     where = str(path / "config.json")
     if settings["model_type"] == MODEL_TYPE:
-        known = set(ModelConfig.__dataclass_fields__)
-        config = from_dict(ModelConfig, {k: v for k, v in settings.items() if k in known}, where=where)
+        config = settings_config(settings, where)
         weights = Weights.of_folder(path)
         names = {name.removeprefix(PREFIX): name for name in weights.names()}
         return Source(MODEL_TYPE, config, weights, names, path, carried)
-    config = qwen.read_settings(settings, where)
+    config = families.read_settings(settings, where)
     weights = Weights.of_folder(path)
-    names = qwen.tensor_names(config)
+    names = families.tensor_names(config)
     # A tied model's output weights are those of its embedding, whether they are stored again or not.
     unknown = sorted(weights.names() - set(names.values()) - {"lm_head.weight"})
     if unknown:
@@ -288,7 +234,8 @@ def _checked_names(decoder: Decoder, source: Source, fresh: Mapping[str, Tensor]
 
 
 def _headgate_settings(config: ModelConfig) -> dict[str, Any]:
-    return {"model_type": MODEL_TYPE, "architectures": [ARCHITECTURE], **to_dict(config)}
+    loaded_by = {"architectures": [ARCHITECTURE], "auto_map": remote.auto_map(remote.CLASSES)}
+    return {"model_type": MODEL_TYPE, **loaded_by, **to_dict(config)}
 
 
 def _write(
@@ -302,6 +249,8 @@ def _write(
                 _refuse_link(source.folder / name)
                 shutil.copyfile(source.folder / name, temporary / name)
         settings |= _describe_tokenizer(temporary)
+        if header:
+            remote.write_loader(temporary, remote.CLASSES)
         write_tensors(temporary / "model.safetensors", tensors, header)
         write_text(temporary / "config.json", json.dumps(settings, indent=2, allow_nan=False) + "\n")
         if out.is_dir():
@@ -333,8 +282,3 @@ def _describe_tokenizer(folder: Path) -> dict[str, Any]:
     settings |= {role: ends[0] for role in ("eos_token", "pad_token") if ends}
     write_text(folder / "tokenizer_config.json", json.dumps(settings, indent=2) + "\n")
     return {"eos_token_id": special[ends[0]], "pad_token_id": special[ends[0]]} if ends else {}
-
-
-def _open(path: Path) -> Any:
-    verify(path)
-    return safe_open(path, framework="pt")

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from headgate.config import Config, MechanismSpec, ModelConfig, from_dict, parse_mechanisms, to_dict
 from headgate.errors import HeadgateError, suggestion
-from headgate.files import kind, named
+from headgate.files import kind, named, read_json
 from headgate.mechanisms.contract import (
     MECHANISMS,
     Heads,
@@ -29,12 +29,14 @@ from headgate.mechanisms.contract import (
     make_options,
     require_registered,
 )
-from headgate.model.cache import Cache, LayerCache
+from headgate.model.cache import Cache, Group, LayerCache
 from headgate.model.generate import Completion, Prompts, Sampling, Stop, Stream, generate
 from headgate.model.tensors import KEY as DIGEST
 from headgate.model.tensors import read_metadata, read_tensors, write_tensors
+from headgate.model.weights import INDEX, MODEL_TYPE, PREFIX, Weights, settings_config
 from headgate.ops.dispatch import forced_backend, is_transformed
 from headgate.ops.documents import document_starts
+from headgate.ops.gpu import send
 from headgate.ops.loss import linear_cross_entropy, rows_at_once
 from headgate.ops.norm import is_plain, rms_norm
 from headgate.ops.rotary import rotation
@@ -74,19 +76,39 @@ class Attention(nn.Module):
         documents: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """What attention adds to the stream, and the values as projected."""
+        q, k, v = self.project(x)
+        return self.put_out(self.attend(x, q, k, v, cos, sin, first_values, cache, documents)), v
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = (self._heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = self.q_norm(q), self.k_norm(k)
+        return self.q_norm(q), self.k_norm(k), v
+
+    def attend(
+        self,
+        x: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        first_values: Tensor | None,
+        cache: Held | None,
+        documents: Tensor | None,
+    ) -> Tensor:
+        """The attended values (B,H,T,D)."""
         if cache is None or len(cache) == 1:
             held = None if cache is None else cache[0][1]
             past = Past(rotation=(cos, sin), first_values=first_values, cache=held, documents=documents)
-            out = self.mechanism(x, q, k, v, past)
-        else:
-            out = torch.empty_like(q)
-            for rows, held in cache:
-                first = None if first_values is None else first_values[rows]
-                past = Past(rotation=(cos[rows], sin[rows]), first_values=first, cache=held)
-                out[rows] = self.mechanism(x[rows], q[rows], k[rows], v[rows], past)
-        return cast(Tensor, self.o_proj(out.transpose(1, 2).flatten(2))), v
+            return cast(Tensor, self.mechanism(x, q, k, v, past))
+        out = torch.empty_like(q)
+        for rows, held in cache:
+            first = None if first_values is None else first_values[rows]
+            past = Past(rotation=(cos[rows], sin[rows]), first_values=first, cache=held)
+            out[rows] = self.mechanism(x[rows], q[rows], k[rows], v[rows], past)
+        return out
+
+    def put_out(self, attended: Tensor) -> Tensor:
+        return cast(Tensor, self.o_proj(attended.transpose(1, 2).flatten(2)))
 
     def _heads(self, t: Tensor) -> Tensor:
         return t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -124,9 +146,21 @@ class Layer(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """The stream after this layer; with its attention's values beside it, if later layers want them."""
         attended, values = self.attention(self.attention_norm(x), cos, sin, first_values, cache, documents)
-        x = x + attended
-        x = x + self.mlp(self.mlp_norm(x))
+        x = self._add(x, attended)
         return (x, values) if with_values else x
+
+    def _add(self, x: Tensor, attended: Tensor) -> Tensor:
+        x = x + attended
+        return x + cast(Tensor, self.mlp(self.mlp_norm(x)))
+
+    def before(self, x: Tensor) -> tuple[Tensor, ...]:
+        """What `Attention.attend` gets of the stream: its norm and the projections."""
+        normed = self.attention_norm(x)
+        return normed, *self.attention.project(normed)
+
+    def after(self, x: Tensor, attended: Tensor) -> Tensor:
+        """The stream after this layer, from that before it and the attended values."""
+        return self._add(x, self.attention.put_out(attended))
 
 
 class Decoder(nn.Module):
@@ -142,7 +176,7 @@ class Decoder(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.layers = nn.ModuleList(Layer(config, config.layer_mechanism(n)) for n in range(config.n_layers))
         used = {MECHANISMS.get(config.layer_mechanism(n).name) for n in range(config.n_layers)}
-        self._share_first_values = any(mechanism.uses_first_values for mechanism in used)
+        self.shares_first_values = any(mechanism.uses_first_values for mechanism in used)
         self.norm = RMSNorm(config.d_model, eps=config.norm_eps)
         if not config.tied_embeddings:
             self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
@@ -179,9 +213,10 @@ class Decoder(nn.Module):
         The loss never holds the logits of the whole batch: they are made and used up in chunks.
 
         `documents` (B,T) says which document each token is of, where several share a row: equal within one,
-        and never returning to an earlier one. Nothing then attends across documents, positions begin anew
-        with each (or go on through the row, with positions="stream"), and the target of a document's last
-        token, which is another's first, does not count unless `count_boundaries`.
+        and never returning to an earlier one; best on the CPU, where they are looked at. Nothing then attends
+        across documents, positions begin anew with each (or go on through the row, with positions="stream"),
+        and the target of a document's last token, which is another's first, does not count unless
+        `count_boundaries`.
         """
         x = self.hidden(tokens, cache=cache, documents=documents, positions=positions)
         if predict:
@@ -195,6 +230,7 @@ class Decoder(nn.Module):
             raise HeadgateError(f"targets have shape {given}; expected the tokens' shape {expected}")
         if documents is not None and not count_boundaries:
             ends = documents[:, :-1] != documents[:, 1:]
+            ends = send(ends, targets.device)
             targets = torch.cat([targets[:, :-1].masked_fill(ends, -100), targets[:, -1:]], 1)
         return self.loss(x, targets, reduction=reduction)
 
@@ -229,28 +265,41 @@ class Decoder(nn.Module):
                 f"tokens have shape {tuple(tokens.shape)}; expected (B,T) with at least one token"
             )
         starts = None if documents is None else _starts_in(documents, tokens, cache)
-        if cache is None:
-            places, groups = torch.arange(tokens.shape[1], device=tokens.device), None
-            if starts is not None and positions == "document":
-                places = places - starts
-        else:
-            cache.claim(tokens.shape[0])
-            places = cache.positions(tokens.shape[1], tokens.device)
-            groups = cache.parts(tokens.device)
-        cos, sin = rotation(places, self.config.head_dim, self.config.rope_theta)
+        cos, sin, groups = self.placed(tokens, cache, starts if positions == "document" else None)
         x, first_values = self.embedding(tokens), None
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.float()  # sharded weights are gathered in half precision; what layers add up stays in fp32
         for n, layer in enumerate(self.layers):
-            held = None if groups is None else [(rows, group.layers[n]) for rows, group in groups]
+            held = None if cache is None else [(rows, group.layers[n]) for rows, group in groups]
             run: Callable[..., Any] = layer
             if self.recompute and torch.is_grad_enabled():
                 run = partial(checkpoint, layer, use_reentrant=False)
-            if n == 0 and self._share_first_values:
+            if n == 0 and self.shares_first_values:
                 x, first_values = run(x, cos, sin, None, held, starts, with_values=True)
             else:
                 x = run(x, cos, sin, first_values, held, starts)
         if cache is not None:
             cache.advance(tokens.shape[1])
         return cast(Tensor, self.norm(x))
+
+    def placed(
+        self, tokens: Tensor, cache: Cache | None, starts: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, list[tuple[slice | Tensor, Group]]]:
+        """How the tokens' positions turn queries and keys, and what the cache has of each group of rows."""
+        if cache is None:
+            places = torch.arange(tokens.shape[1], device=tokens.device)
+            places = places if starts is None else places - starts
+            groups = []
+        else:
+            cache.claim(tokens.shape[0])
+            places = cache.positions(tokens.shape[1], tokens.device)
+            groups = cache.parts(tokens.device)
+        rope = self.config.rope_theta, self.config.rope_scaling
+        return *rotation(places, self.config.head_dim, *rope), groups
+
+    def next_logits(self, tokens: Tensor, cache: Cache) -> Tensor:
+        """The logits (B,V) after the tokens (B,T)."""
+        return self.logits(self.hidden(tokens, cache=cache)[:, -1])
 
     def logits(self, x: Tensor) -> Tensor:
         """Of final states (...,C): (...,V)."""
@@ -277,6 +326,7 @@ class Decoder(nn.Module):
         stream: Stream | None = None,
         skip_below: float | None = None,
         prefill_chunk: int = 512,
+        graphs: bool = False,
     ) -> list[Completion]:
         """Continue every prompt, (B,T) or a list of token lists of any lengths: each row's new tokens, and
         why they ended.
@@ -286,7 +336,7 @@ class Decoder(nn.Module):
         a row where they occur in what is new. `stream(row, token)` is called with every token as soon as
         there is one. `skip_below` leaves out the computation behind gates below it (`headgate.skipping`).
         `prefill_chunk` tokens of the prompts are run at once: the memory a long prompt takes beside its
-        cache.
+        cache. `graphs` records the parts of a step between attentions as CUDA graphs.
         """
         sampling = Sampling(repetition_penalty, temperature, top_k, top_p, min_p, seed)
         return generate(
@@ -298,6 +348,7 @@ class Decoder(nn.Module):
             stream=stream,
             skip_below=skip_below,
             prefill_chunk=prefill_chunk,
+            graphs=graphs,
         )
 
     def parameter_count(self) -> int:
@@ -323,7 +374,7 @@ def _starts_in(documents: Tensor, tokens: Tensor, cache: Cache | None) -> Tensor
         raise HeadgateError(
             "several documents in a row are for whole sequences; run them without a cache, or each by itself"
         )
-    return document_starts(documents.to(tokens.device))
+    return document_starts(documents, tokens.device)
 
 
 def build_model(
@@ -371,10 +422,16 @@ def with_mechanism(
 
 def load(path: str | os.PathLike[str]) -> Decoder:
     """The decoder in a safetensors file that `Decoder.save` wrote, in a folder with a model.safetensors such
-    as a checkpoint, or in the latest checkpoint of a run folder."""
-    file = model_file(path)
+    as a checkpoint or what `save_pretrained` wrote, sharded or not, or in the latest checkpoint of a run
+    folder."""
+    if (Path(path) / INDEX).is_file():
+        file, weights = Path(path) / INDEX, Weights.of_folder(Path(path))
+        tensors = {name: weights.tensor(name) for name in weights.names()}
+    else:
+        file = model_file(path)
+        tensors = read_tensors(file)
     config = header_config(file)
-    tensors = read_tensors(file)
+    tensors = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
     with torch.device("meta"):
         decoder = Decoder(config)
     expected = {name: tuple(tensor.shape) for name, tensor in decoder.state_dict().items()}
@@ -411,9 +468,16 @@ def header_of(config: ModelConfig) -> dict[str, str]:
 
 
 def header_config(file: Path) -> ModelConfig:
-    """The config in the header of a file that `Decoder.save` wrote."""
-    metadata = read_metadata(file)
+    """The config in the header of a file that `Decoder.save` wrote; of one that transformers saved, in the
+    config.json beside it."""
+    metadata = {} if file.name == INDEX else read_metadata(file)
+    beside = file.parent / "config.json"
     if "headgate" not in metadata:
+        settings = read_json(beside) if beside.is_file() else {}
+        if settings.get("model_type") == MODEL_TYPE:
+            config = settings_config(settings, str(beside))
+            require_registered(config, file)
+            return config
         raise HeadgateError(
             f"{str(file)!r} has no headgate config in its header; write it with Decoder.save, or "
             "turn it into one with headgate convert"

@@ -18,6 +18,8 @@ from torch import Tensor
 from headgate.errors import HeadgateError
 from headgate.mechanisms.contract import skipping
 from headgate.model.cache import Cache
+from headgate.model.graphs import GraphedStep
+from headgate.ops.gpu import has_double, send
 
 if TYPE_CHECKING:
     from headgate.model.decoder import Decoder
@@ -27,6 +29,8 @@ Stop = int | Sequence[int | Sequence[int]]
 Stream = Callable[[int, int], object]
 LIKELIEST = 1024
 """Tokens that top_p looks at first: they nearly always suffice, and sorting a whole vocabulary is slow."""
+AHEAD = 64
+"""Tokens whose random numbers are sent to the device at once."""
 
 
 @dataclass
@@ -71,41 +75,55 @@ class Sampling:
 
 class Sampler:
     """Draws each row's tokens with random numbers of the row's own, made from (seed, row), so that they do
-    not depend on the rows beside it."""
+    not depend on the rows beside it. The device is asked for nothing but the tokens."""
 
     def __init__(self, sampling: Sampling, prompts: Sequence[Tensor], vocab_size: int) -> None:
         self.sampling = sampling
+        device = prompts[0].device
+        self._device = device if has_double(device) else torch.device("cpu")
         self._generators = [
             torch.Generator().manual_seed(
                 int.from_bytes(blake2b(f"{sampling.seed}/{row}".encode(), digest_size=7).digest(), "little")
             )
             for row in range(len(prompts))
         ]
+        self._numbers: Tensor | None = None  # (n,AHEAD): random numbers for the next tokens
+        self._used = 0
         self._occurred: Tensor | None = None
         if sampling.repetition_penalty != 1:
-            self._occurred = torch.zeros(len(prompts), vocab_size, dtype=torch.bool, device=prompts[0].device)
+            self._occurred = torch.zeros(len(prompts), vocab_size, dtype=torch.bool, device=self._device)
             for row, prompt in enumerate(prompts):
-                self._occurred[row, prompt] = True
+                self._occurred[row, prompt.to(self._device)] = True
 
-    def __call__(self, logits: Tensor, rows: list[int]) -> Tensor:
-        """The next token of each of these rows, whose logits (n,V) these are."""
-        logits = logits.float()
+    def select(self, places: Sequence[int]) -> None:
+        """From now on the logits are of these rows of those before, in this order."""
+        index = send(torch.tensor(places), self._device)
+        self._generators = [self._generators[place] for place in places]
+        self._numbers, self._occurred = (
+            None if t is None else t.index_select(0, index) for t in (self._numbers, self._occurred)
+        )
+
+    def __call__(self, logits: Tensor) -> tuple[Tensor, list[int]]:
+        """The next token of each row, whose logits (n,V) these are, on their device and as numbers."""
+        given_on = logits.device
+        logits = logits.to(self._device).float()
         if self._occurred is not None:
             penalty = self.sampling.repetition_penalty
             penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
-            logits = torch.where(self._occurred[rows], penalised, logits)
+            logits = torch.where(self._occurred, penalised, logits)
         highest, likeliest = logits.max(-1, keepdim=True)
-        if not highest.isfinite().all():
+        chosen = likeliest if self.sampling.temperature == 0 else self._draw(logits - highest)
+        if self._occurred is not None:
+            self._occurred.scatter_(1, chosen, True)
+        good = highest.isfinite().all()[None]
+        *tokens, good_too = torch.cat([chosen.squeeze(-1), good]).tolist()  # the only wait for the device
+        if not good_too:
             raise HeadgateError(
                 "the model's logits are not finite, so no token can be chosen; look at its weights"
             )
-        chosen = likeliest if self.sampling.temperature == 0 else self._draw(logits - highest, rows)
-        chosen = chosen.squeeze(-1)
-        if self._occurred is not None:
-            self._occurred[rows, chosen] = True
-        return chosen
+        return chosen.squeeze(-1).to(given_on), tokens
 
-    def _draw(self, logits: Tensor, rows: list[int]) -> Tensor:
+    def _draw(self, logits: Tensor) -> Tensor:
         s, tokens = self.sampling, None
         scores = logits / s.temperature
         if s.top_k is not None and s.top_k < scores.shape[-1]:
@@ -113,21 +131,33 @@ class Sampler:
         p = scores.softmax(-1)
         if s.top_p is not None and s.top_p < 1:
             if tokens is None:
-                everything = p
-                p, tokens = everything.topk(min(LIKELIEST, everything.shape[-1]))
-                if (p.sum(-1) < s.top_p).any():
-                    p, tokens = everything.sort(descending=True)
+                p, tokens = self._likeliest(p, s.top_p)
             likelier = p.cumsum(-1, dtype=torch.float64) - p  # the probability of all before, 0 for the first
             p = p.masked_fill(likelier >= s.top_p, 0.0)
         if s.min_p is not None:
             p = p.masked_fill(p < s.min_p * p.amax(-1, keepdim=True), 0.0)
         cumulative = p.cumsum(-1, dtype=torch.float64)
-        uniform = torch.stack(
-            [torch.rand(1, generator=self._generators[row], dtype=torch.float64) for row in rows]
-        )
-        reached = uniform.to(p.device) * cumulative[:, -1:]
+        reached = self._uniform() * cumulative[:, -1:]
         place = torch.searchsorted(cumulative, reached, right=True).clamp(max=p.shape[-1] - 1)
         return place if tokens is None else tokens.gather(-1, place)
+
+    def _likeliest(self, p: Tensor, together: float) -> tuple[Tensor, Tensor]:
+        """Enough of the likeliest tokens to have this probability together, and which they are. To sort them
+        all is slow on a CPU; to look whether some suffice is slow on a GPU."""
+        if p.device.type == "cpu":
+            some, tokens = p.topk(min(LIKELIEST, p.shape[-1]))
+            if not (some.sum(-1) < together).any():
+                return some, tokens
+        every, tokens = p.sort(descending=True)
+        return every, tokens
+
+    def _uniform(self) -> Tensor:
+        """(n,1): a random number from 0 to 1 for each row."""
+        if self._numbers is None or self._used == AHEAD:
+            drawn = [torch.rand(AHEAD, generator=own, dtype=torch.float64) for own in self._generators]
+            self._numbers, self._used = send(torch.stack(drawn), self._device), 0
+        self._used += 1
+        return self._numbers[:, self._used - 1 : self._used]
 
 
 @torch.inference_mode()
@@ -141,6 +171,7 @@ def generate(
     stream: Stream | None = None,
     skip_below: float | None = None,
     prefill_chunk: int = 512,
+    graphs: bool = False,
 ) -> list[Completion]:
     """Continue every prompt; `Decoder.generate` tells what the arguments mean."""
     for name, value in (("max_new_tokens", max_new_tokens), ("prefill_chunk", prefill_chunk)):
@@ -151,15 +182,18 @@ def generate(
     stops = check_stops(stop)
     sampler = Sampler(sampling, given, decoder.config.vocab_size)
     completions = [Completion() for _ in given]
+    step: Callable[[Tensor, Cache], Tensor] = GraphedStep(decoder) if graphs else decoder.next_logits
     was_training = decoder.training
     decoder.eval()
     try:
         with nullcontext() if skip_below is None else skipping(decoder, skip_below):
             rows, cache, states = prefill(decoder, given, max_new_tokens, prefill_chunk)
+            sampler.select(rows)
+            logits = decoder.logits(states)
             while True:
-                chosen = sampler(decoder.logits(states), rows)
+                chosen, tokens = sampler(logits)
                 left = []
-                for place, (row, token) in enumerate(zip(rows, chosen.tolist(), strict=True)):
+                for place, (row, token) in enumerate(zip(rows, tokens, strict=True)):
                     completion = completions[row]
                     completion.tokens.append(token)
                     if stream is not None:
@@ -172,8 +206,9 @@ def generate(
                     return completions
                 if len(left) < len(rows):
                     cache.select(left)
+                    sampler.select(left)
                     rows, chosen = [rows[place] for place in left], chosen[left]
-                states = decoder.hidden(chosen[:, None], cache=cache)[:, -1]
+                logits = step(chosen[:, None], cache)
     finally:
         decoder.train(was_training)
 

@@ -1,15 +1,12 @@
-"""Our decoder as a model of transformers: importing this file registers it with the Auto classes.
+"""Our decoder as models of transformers: importing this file registers them with the Auto classes.
 
     import headgate.model.hf
     model = AutoModelForCausalLM.from_pretrained("folder")      one that `headgate convert` wrote
 
-Padding never reaches a mechanism: their rules are about absolute positions, which padding would shift. Rows
-that are padded on the left are moved to begin at position 0, computed, and moved back; what stands to the
-right of a row's tokens cannot be seen by them anyway.
+AutoModel gives the final states, AutoModelForSequenceClassification a class for each row.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,126 +16,130 @@ from torch import Tensor, nn
 try:
     from transformers import (
         AutoConfig,
+        AutoModel,
         AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
         GenerationMixin,
-        PreTrainedConfig,
-        PreTrainedModel,
     )
     from transformers.generation import GenerationMode
-    from transformers.modeling_outputs import CausalLMOutputWithPast
+    from transformers.modeling_outputs import (
+        BaseModelOutputWithPast,
+        CausalLMOutputWithPast,
+        SequenceClassifierOutput,
+    )
 except ImportError as error:
     raise ImportError(
         "headgate.model.hf needs transformers; install it with: pip install 'headgate[hf]'"
     ) from error
 
-from headgate.config import ModelConfig, from_dict, to_dict
 from headgate.errors import HeadgateError
-from headgate.mechanisms.contract import initialise
-from headgate.model.cache import Cache
-from headgate.model.convert import MODEL_TYPE
-from headgate.model.decoder import Decoder
-from headgate.model.use import take_out, use
+from headgate.model.pretrained import GenerationCache, HeadgateConfig, HeadgatePreTrainedModel
+from headgate.model.use import SavedWithMechanism, take_out, use
+from headgate.model.weights import MODEL_TYPE
 
-__all__ = ["HeadgateConfig", "HeadgateForCausalLM", "take_out", "use"]
+__all__ = [
+    "HeadgateConfig",
+    "HeadgateForCausalLM",
+    "HeadgateForSequenceClassification",
+    "HeadgateModel",
+    "SavedWithMechanism",
+    "take_out",
+    "use",
+]
 
 IGNORED = -100
 """The label of a token that does not count."""
 
 
-class HeadgateConfig(PreTrainedConfig):  # type: ignore[misc]
-    """The fields of `ModelConfig`, of the same names and meanings, where transformers looks for them."""
-
-    model_type = MODEL_TYPE
-    keys_to_ignore_at_inference = ["past_key_values"]
-    attribute_map = {
-        "hidden_size": "d_model",
-        "num_hidden_layers": "n_layers",
-        "num_attention_heads": "n_heads",
-        "num_key_value_heads": "n_kv_heads",
-        "intermediate_size": "d_mlp",
-        "rms_norm_eps": "norm_eps",
-        "tie_word_embeddings": "tied_embeddings",
-    }
-
-    vocab_size: int = 4096
-    d_model: int = 128
-    n_layers: int = 4
-    n_heads: int = 4
-    n_kv_heads: int = 2
-    head_dim: int = 32
-    d_mlp: int = 352
-    mechanism: Any = "full"
-    shared_options: Any = None
-    qk_norm: bool = True
-    qkv_bias: bool = False
-    tied_embeddings: bool = True
-    start: str = "qwen"
-    embedding_deviation: float | None = None
-    rope_theta: float = 1e6
-    norm_eps: float = 1e-6
-    max_position_embeddings: int | None = None
-    """For other tools: the decoder itself has no longest context."""
-    return_logits: bool = True
-    """Whether forward returns logits beside a loss; without them the loss never holds (B,T,V) numbers."""
-    use_cache: bool = True
-    bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = None
-    pad_token_id: int | None = None
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        plain = to_dict(self.decoder_config())  # mistakes surface now, and text is parsed
-        self.mechanism, self.shared_options = plain["mechanism"], plain["shared_options"]
-        super().__post_init__(**kwargs)
-
-    def decoder_config(self) -> ModelConfig:
-        values = {name: getattr(self, name) for name in ModelConfig.__dataclass_fields__}
-        return from_dict(ModelConfig, values | {"shared_options": self.shared_options or {}})
-
-    @classmethod
-    def of(cls, config: ModelConfig, **more: Any) -> "HeadgateConfig":
-        return cls(**to_dict(config), **more)
-
-
-class GenerationCache:
-    """Our cache as `generate` of transformers handles one."""
-
-    is_compileable = False
-    is_croppable = False  # dropped keys cannot come back
-
-    def __init__(self, decoder: Decoder) -> None:
-        self.inner = decoder.new_cache()
-        self.columns = 0
-        """Columns of input seen so far, padding included."""
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.columns
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.inner.select(beam_idx.tolist())
-
-
-class HeadgateForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
-    config_class = HeadgateConfig
-    base_model_prefix = "decoder"
-    supports_gradient_checkpointing = True
-    accepts_loss_kwargs = True  # Trainer then tells how many targets a step has over all its batches
-    _no_split_modules = ["Layer"]
-    _skip_keys_device_placement = ["past_key_values"]
+class HeadgateModel(HeadgatePreTrainedModel):
+    """The final states of the tokens, without a head."""
 
     def __init__(self, config: HeadgateConfig) -> None:
         super().__init__(config)
-        self.decoder = Decoder(config.decoder_config())
-        for parameter in self.decoder.parameters():
-            parameter._is_hf_initialized = not parameter.is_meta  # type: ignore[attr-defined]
         self.post_init()
 
-    @classmethod
-    def of(cls, decoder: Decoder, **settings: Any) -> "HeadgateForCausalLM":
-        """This very decoder, for what takes a model of transformers."""
-        with torch.device("meta"):
-            model = cls(HeadgateConfig.of(decoder.config, **settings))
-        model.decoder = decoder
-        return model
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: GenerationCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> BaseModelOutputWithPast | tuple[Any, ...]:
+        """The states (B,T,C) after the last norm."""
+        found = self.states(
+            input_ids,
+            attention_mask,
+            position_ids,
+            past_key_values,
+            inputs_embeds,
+            use_cache,
+            output_attentions,
+            output_hidden_states,
+        )
+        output = BaseModelOutputWithPast(last_hidden_state=found.hidden, past_key_values=found.cache)
+        return output.to_tuple() if return_dict is False else output
+
+
+class HeadgateForSequenceClassification(HeadgatePreTrainedModel):
+    """A row's class, or with one label its number, from the state of its last token."""
+
+    def __init__(self, config: HeadgateConfig) -> None:
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.score = nn.Linear(config.d_model, config.num_labels, bias=False)
+        self.post_init()
+
+    def initialize_weights(self) -> None:
+        super().initialize_weights()
+        if not getattr(self.score.weight, "_is_hf_initialized", False):
+            nn.init.normal_(self.score.weight, std=0.02)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> SequenceClassifierOutput | tuple[Any, ...]:
+        """Logits (B,labels), and with labels their loss, as `config.problem_type` has it.
+
+        A row ends with the last token of its mask; without a mask, with the last that is not padding.
+        """
+        if attention_mask is None and input_ids is not None and self.config.pad_token_id is not None:
+            attention_mask = (input_ids != self.config.pad_token_id).long()
+            attention_mask[:, 0] |= attention_mask.sum(1) == 0  # nothing but padding is one token of it
+        found = self.states(
+            input_ids,
+            attention_mask,
+            position_ids,
+            inputs_embeds=inputs_embeds,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+        )
+        last = torch.tensor([end - 1 for _, end in found.spans], device=found.hidden.device)
+        logits = self.score(found.hidden[torch.arange(len(last), device=last.device), last])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
+        output = SequenceClassifierOutput(loss=loss, logits=logits)
+        return output.to_tuple() if return_dict is False else output
+
+
+class HeadgateForCausalLM(HeadgatePreTrainedModel, GenerationMixin):  # type: ignore[misc]
+    accepts_loss_kwargs = True  # Trainer then tells how many targets a step has over all its batches
+
+    def __init__(self, config: HeadgateConfig) -> None:
+        super().__init__(config)
+        self.post_init()
 
     def forward(
         self,
@@ -161,30 +162,16 @@ class HeadgateForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mis
         A label counts unless it is -100 or it, or the token before it, is padding. `return_logits=False`
         leaves the logits out, and with them most of the loss's memory.
         """
-        if input_ids is None or inputs_embeds is not None:
-            raise HeadgateError("inputs_embeds cannot be used with a headgate model; give input_ids")
-        if output_attentions or output_hidden_states:
-            raise HeadgateError(
-                "a headgate model returns no attentions or hidden states; see headgate.probe for its gates"
-            )
-        if past_key_values is None and use_cache:
-            past_key_values = GenerationCache(self.decoder)
-        if not isinstance(past_key_values, GenerationCache | None):
-            raise HeadgateError(
-                f"past_key_values is a {type(past_key_values).__name__}; a headgate model keeps its own, "
-                "so give use_cache=True and then what it returns"
-            )
-        seen = 0 if past_key_values is None else past_key_values.columns
-        spans = row_spans(attention_mask, input_ids.shape, seen)
-        documents = self._documents(position_ids, spans, past_key_values)
-        if documents is not None:
-            hidden = self.decoder.hidden(input_ids, documents=documents)
-        elif past_key_values is None:
-            hidden = self._whole(input_ids, spans)
-        elif seen == 0:
-            hidden = self._begun(input_ids, spans, past_key_values)
-        else:
-            hidden = self._continued(input_ids, spans, past_key_values)
+        hidden, spans, documents, cache = self.states(
+            input_ids,
+            attention_mask,
+            position_ids,
+            past_key_values,
+            inputs_embeds,
+            use_cache,
+            output_attentions,
+            output_hidden_states,
+        )
         loss = logits = None
         with_logits = self.config.return_logits if return_logits is None else return_logits
         if with_logits or labels is None:
@@ -201,7 +188,7 @@ class HeadgateForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mis
                 # Trainer counts the labels behind a row's first column, which with padding are more than the
                 # targets: a row's first token has none before it.
                 loss = loss.where(count > 0, 0) * (labels[:, 1:] != IGNORED).sum() / num_items_in_batch
-        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
         return output.to_tuple() if return_dict is False else output
 
     def _loss_sum(self, hidden: Tensor, logits: Tensor | None, targets: Tensor) -> Tensor:
@@ -209,80 +196,6 @@ class HeadgateForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mis
             return self.decoder.loss(hidden, targets, reduction="sum")
         flat = logits.flatten(0, 1).float()
         return F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORED, reduction="sum")
-
-    def _whole(self, tokens: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
-        """Without a cache: rows are moved to the left, computed together, and moved back."""
-        first = torch.tensor([begin for begin, _ in spans], device=tokens.device)[:, None]
-        if not first.any():
-            return self.decoder.hidden(tokens)
-        longest = max(end - begin for begin, end in spans)
-        columns = torch.arange(tokens.shape[1], device=tokens.device)
-        there = (columns[:longest] + first).clamp(max=tokens.shape[1] - 1)
-        back = (columns - first).clamp(0, longest - 1)  # on padding, whatever stands at the end
-        hidden = self.decoder.hidden(tokens.gather(1, there))
-        return hidden.gather(1, back[..., None].expand(-1, -1, hidden.shape[2]))
-
-    def _begun(self, tokens: Tensor, spans: Sequence[tuple[int, int]], cache: GenerationCache) -> Tensor:
-        """The prompts: rows of one length at a time, each length with a cache of its own, then joined."""
-        width = tokens.shape[1]
-        if any(end < width for _, end in spans):
-            raise HeadgateError(
-                "the prompts are padded on the right, so new tokens would not follow them; pad on the left: "
-                "tokenizer.padding_side = 'left'"
-            )
-        by_first: dict[int, list[int]] = {}
-        for row, (begin, _) in enumerate(spans):
-            by_first.setdefault(begin, []).append(row)
-        cache.columns = width
-        if len(by_first) == 1:
-            (begin,) = by_first
-            hidden = self.decoder.hidden(tokens[:, begin:], cache=cache.inner)
-            return F.pad(hidden, (0, 0, begin, 0))
-        caches = []
-        hidden = self.decoder.norm.weight.new_zeros(len(spans), width, self.decoder.config.d_model)
-        for begin, rows in by_first.items():
-            caches.append(self.decoder.new_cache())
-            part = self.decoder.hidden(tokens[rows, begin:], cache=caches[-1])
-            hidden[rows, begin:] = part
-        cache.inner = Cache.join(caches)
-        joined = [row for rows in by_first.values() for row in rows]
-        cache.inner.select([joined.index(row) for row in range(len(spans))])
-        return hidden
-
-    def _continued(self, tokens: Tensor, spans: Sequence[tuple[int, int]], cache: GenerationCache) -> Tensor:
-        if any(span != (0, tokens.shape[1]) for span in spans):
-            raise HeadgateError("the tokens that follow a cache have padding among them; give them without")
-        cache.columns += tokens.shape[1]
-        return self.decoder.hidden(tokens, cache=cache.inner)
-
-    def _documents(
-        self,
-        position_ids: Tensor | None,
-        spans: Sequence[tuple[int, int]],
-        cache: GenerationCache | None,
-    ) -> Tensor | None:
-        """The documents (B,T) of packed rows, whose positions begin at 0 again with each, as the packing
-        collators of transformers make them; None for plain rows. Otherwise positions follow from the mask and
-        the cache, and any others would be another computation."""
-        if position_ids is None:
-            return None
-        packed = position_ids.expand(len(spans), -1)
-        counted = (packed[:, :1] == 0).all() and (
-            (packed[:, 1:] == packed[:, :-1] + 1) | (packed[:, 1:] == 0)
-        ).all()
-        whole = all(span == (0, packed.shape[1]) for span in spans)
-        if cache is None and whole and counted and (packed[:, 1:] == 0).any():
-            return (packed == 0).cumsum(1)
-        given = packed.tolist()
-        lengths = [0] * len(spans) if cache is None or not cache.columns else cache.inner.lengths
-        for row, ((begin, end), length) in enumerate(zip(spans, lengths, strict=True)):
-            if given[row][begin:end] != list(range(length, length + end - begin)):
-                raise HeadgateError(
-                    f"position_ids of row {row} do not count its tokens from {length} on; a headgate model "
-                    "counts them itself, and takes others of packed rows alone: each document from 0 on, "
-                    "without padding or a cache"
-                )
-        return None
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: str, *rest: Any
@@ -303,60 +216,6 @@ class HeadgateForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mis
         elif generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = GenerationCache(self.decoder)
 
-    def initialize_weights(self) -> None:
-        """Give what a checkpoint did not have the values that a new decoder has."""
-        parameters = self.decoder.named_parameters()
-        loaded = {name for name, p in parameters if getattr(p, "_is_hf_initialized", False)}
-        initialise(self.decoder, 0, skip=loaded)
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.decoder.embedding
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        self.decoder.embedding = value
-        self.decoder.config = replace(self.decoder.config, vocab_size=value.num_embeddings)
-
-    def get_output_embeddings(self) -> nn.Module | None:
-        return None if self.config.tied_embeddings else self.decoder.head
-
-    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
-        self.decoder.head = new_embeddings
-
-    @property
-    def is_gradient_checkpointing(self) -> bool:
-        return self.decoder.recompute
-
-    def _set_gradient_checkpointing(
-        self, enable: bool = True, gradient_checkpointing_func: Any = None, every_n_layers: int = 1
-    ) -> None:
-        if every_n_layers != 1:
-            raise HeadgateError(f"every_n_layers={every_n_layers} is not possible; all layers are recomputed")
-        self.decoder.recompute = enable
-
-
-def row_spans(mask: Tensor | None, shape: Sequence[int], seen: int) -> list[tuple[int, int]]:
-    """Where each row's tokens begin and end among the new columns; `seen` columns were given before."""
-    rows, width = shape
-    if mask is None:
-        return [(0, width)] * rows
-    if mask.ndim != 2 or mask.shape[0] != rows or mask.shape[1] not in (width, seen + width):
-        raise HeadgateError(
-            f"attention_mask has shape {tuple(mask.shape)}; expected ({rows}, {seen + width}), "
-            "a number for each token"
-        )
-    real = mask[:, -width:].bool().cpu()
-    counts = real.sum(1)
-    first = real.int().argmax(1)
-    spans = list(zip(first.tolist(), (first + counts).tolist(), strict=True))
-    for row, (begin, end) in enumerate(spans):
-        if begin == end or not real[row, begin:end].all():
-            what = "no token" if begin == end else "padding between tokens"
-            raise HeadgateError(
-                f"attention_mask of row {row} has {what}; expected tokens in one piece, with padding on the "
-                "left or on the right"
-            )
-    return spans
-
 
 def shifted_labels(labels: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
     """Each token's target, the label after it; ignored where either is padding."""
@@ -367,4 +226,6 @@ def shifted_labels(labels: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
 
 
 AutoConfig.register(MODEL_TYPE, HeadgateConfig, exist_ok=True)
+AutoModel.register(HeadgateConfig, HeadgateModel, exist_ok=True)
 AutoModelForCausalLM.register(HeadgateConfig, HeadgateForCausalLM, exist_ok=True)
+AutoModelForSequenceClassification.register(HeadgateConfig, HeadgateForSequenceClassification, exist_ok=True)

@@ -3,19 +3,22 @@
 Equal tensors and equal metadata are equal bytes, which the library does not promise: it writes metadata in an
 order that changes from process to process. The digest, XXH3 of the whole file with zeros in its own place, is
 an entry of the metadata; it is there to notice damage, not malice.
+
+A file is read in one pass, piece by piece, each hashed while the processor still has it in its cache; a pass
+of its own would cost several times as much (benchmarks/loading.py).
 """
 
 import json
-import mmap
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from headgate import files
 from headgate.errors import HeadgateError
@@ -27,10 +30,146 @@ DTYPES = {
     torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8", torch.int8: "I8", torch.bool: "BOOL",
 }  # fmt: skip
 """The widest first: so every tensor stands at a multiple of its width."""
+MOST_HEADER = 100_000_000
+"""Bytes; the library's own limit."""
+PIECE = 1 << 18
+"""Bytes read and hashed at a time: few enough for the cache, and enough that calls cost nothing."""
 
 
 class Damaged(HeadgateError):
     """A file that is not what was written."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What the header says of a tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class TensorFile:
+    """A safetensors file, whose header has been read; the tensors stand in the order of the file."""
+
+    def __init__(self, path: Path, expected: str | None = None, *, prefix: str = "") -> None:
+        """Raises `Damaged` unless the file is whole and, where `expected` is given, has that digest; a
+        `prefix` of names is left out."""
+        self.path = path
+        try:
+            with files.open_to_read(path) as file:
+                size = os.fstat(file.fileno()).st_size - 8
+                length = int.from_bytes(file.read(8), "little")
+                if length > min(size, MOST_HEADER):
+                    raise ValueError("its header is cut off")
+                self._header = file.read(length)
+            self.metadata, entries = _parse(self._header, size - length)
+            self.entries = {name.removeprefix(prefix): entry for name, entry in entries.items()}
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            if isinstance(error, HeadgateError):
+                raise
+            raise Damaged(f"{str(path)!r} is not a whole safetensors file ({error})") from error
+        except OSError as error:
+            raise Damaged(f"{str(path)!r} cannot be read: {error.strerror}") from error
+        self.digest = self.metadata.get(KEY)
+        if expected is not None and self.digest != expected:
+            raise Damaged(
+                f"{str(path)!r} is damaged, or another file: its digest is {self.digest}, not {expected}"
+            )
+
+    def read(self, into: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Each tensor in turn. It is read into the tensor of that name in `into` if that has its type and
+        lies in main memory, and is a new one otherwise.
+
+        Raises `Damaged` after the last one if they are not what was written; a file of another program has no
+        digest, and of it only the structure is known to be whole.
+        """
+        wrong = ""
+        with files.open_to_read(self.path) as file:
+            if file.read(8 + len(self._header))[8:] != self._header:
+                wrong = "it is being changed"
+            digest = self._digest_of_header()
+            for name, entry in self.entries.items():
+                tensor = _place(entry, (into or {}).get(name))
+                data = tensor.view(-1).view(torch.uint8).numpy().data
+                for begin in range(0, len(data), PIECE):
+                    piece = data[begin : begin + PIECE]
+                    try:
+                        if not wrong and file.readinto(piece) < len(piece):
+                            wrong = "it is being cut off"
+                    except OSError as error:
+                        wrong = f"it cannot be read: {error.strerror}"
+                    if self.digest is not None:
+                        digest.update(piece)
+                yield name, tensor
+        self._refuse_damaged(digest, wrong)
+
+    def verify(self) -> None:
+        """Raise `Damaged` unless the file has its digest, if it names one; no tensor is held."""
+        if self.digest is None:
+            return
+        digest, piece, wrong = self._digest_of_header(), bytearray(PIECE), ""
+        try:
+            with files.open_to_read(self.path) as file:
+                file.seek(8 + len(self._header))
+                while length := file.readinto(piece):
+                    digest.update(memoryview(piece)[:length])
+        except OSError as error:
+            wrong = f"it cannot be read: {error.strerror}"
+        self._refuse_damaged(digest, wrong)
+
+    def _digest_of_header(self) -> xxhash.xxh3_128:
+        digest = xxhash.xxh3_128(len(self._header).to_bytes(8, "little"))
+        digest.update(self._header.replace((self.digest or ZEROS).encode(), ZEROS.encode(), 1))
+        return digest
+
+    def _refuse_damaged(self, digest: xxhash.xxh3_128, wrong: str) -> None:
+        if not wrong and self.digest is not None and self.digest != digest.hexdigest():
+            wrong = f"its digest begins {digest.hexdigest()[:12]}, and not {self.digest[:12]} as when it was"
+            wrong += " written"
+        if wrong:
+            raise Damaged(f"{str(self.path)!r} is damaged: {wrong}")
+
+
+def _parse(header: bytes, size: int) -> tuple[dict[str, str], dict[str, Entry]]:
+    """Metadata and entries of a header that is followed by `size` bytes, all of which belong to a tensor."""
+    values = json.loads(header, object_pairs_hook=_unique)
+    metadata = values.pop("__metadata__", {})
+    if not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("its metadata is not text")
+    known = {name: dtype for dtype, name in DTYPES.items()}
+    entries: dict[str, Entry] = {}
+    at = 0
+    for name, value in sorted(values.items(), key=lambda item: item[1]["data_offsets"]):
+        if value["dtype"] not in known:
+            raise ValueError(f"{name} is {value['dtype']}, which headgate does not read")
+        entry = Entry(known[value["dtype"]], tuple(value["shape"]))
+        begin, end = value["data_offsets"]
+        if not all(isinstance(n, int) and n >= 0 for n in (*entry.shape, end)):
+            raise ValueError(f"{name} has no shape")
+        if begin != at or end - begin != math.prod(entry.shape) * entry.dtype.itemsize:
+            raise ValueError(f"{name} is not where its shape says")
+        entries[name], at = entry, end
+    if at != size:
+        raise ValueError(f"{size} bytes follow its header and {at} are named there")
+    return dict(metadata), entries
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("a name stands twice in its header")
+    return dict(pairs)
+
+
+def _place(entry: Entry, target: Tensor | None) -> Tensor:
+    """Where a tensor is read to."""
+    if (
+        type(target) in (Tensor, nn.Parameter)
+        and target is not None
+        and (target.dtype, target.shape, target.device.type) == (entry.dtype, entry.shape, "cpu")
+        and target.is_contiguous()
+    ):
+        return target.detach()
+    return torch.empty(entry.shape, dtype=entry.dtype)
 
 
 def write_tensors(
@@ -58,8 +197,9 @@ def write_tensors(
             file.write(piece)
         for _, tensor in ordered:
             data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-            digest.update(data)
-            file.write(data)
+            for at in range(0, len(data), PIECE):
+                digest.update(data[at : at + PIECE])
+                file.write(data[at : at + PIECE])
         file.seek(8 + text.index(ZEROS.encode()))
         file.write(digest.hexdigest().encode())
         file.flush()
@@ -69,42 +209,9 @@ def write_tensors(
 
 def read_metadata(path: Path) -> dict[str, str]:
     """The metadata of a safetensors file; nothing but its header is read."""
-    try:
-        files.open_to_read(path).close()  # else a pipe would be waited for
-        with safe_open(path, framework="pt") as file:
-            return dict(file.metadata() or {})
-    except (OSError, SafetensorError) as error:
-        raise Damaged(f"{str(path)!r} is not a whole safetensors file ({error})") from error
+    return TensorFile(path).metadata
 
 
-def read_tensors(path: Path, *, verified: bool = False) -> dict[str, Tensor]:
-    """All tensors of a file, whose digest is verified if it has one and that has not been done."""
-    if not verified:
-        verify(path)
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise Damaged(f"{str(path)!r} is not a whole safetensors file ({error})") from error
-
-
-def verify(path: Path, expected: str | None = None) -> None:
-    """Raise `Damaged` unless the file is what was written, and where `expected` is given, with that digest.
-
-    A file of another program has no digest; only its structure can be looked at.
-    """
-    recorded = read_metadata(path).get(KEY)
-    if expected is not None and recorded != expected:
-        raise Damaged(f"{str(path)!r} is damaged, or another file: its digest is {recorded}, not {expected}")
-    if recorded is None:
-        return
-    with files.open_to_read(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        begin = 8 + int.from_bytes(data[:8], "little")
-        digest = xxhash.xxh3_128(data[:begin].replace(recorded.encode(), ZEROS.encode(), 1))
-        with memoryview(data) as view, view[begin:] as rest:
-            digest.update(rest)
-    if digest.hexdigest() != recorded:
-        raise Damaged(
-            f"{str(path)!r} is damaged: its digest begins {digest.hexdigest()[:12]}, and not {recorded[:12]} "
-            "as when it was written"
-        )
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of a file, whose digest is verified if it has one."""
+    return dict(TensorFile(path).read())

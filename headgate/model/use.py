@@ -5,21 +5,25 @@
     model = AutoModelForCausalLM.from_pretrained("Qwen3-0.6B", attn_implementation="headgate")
 
 transformers calls an attention function with queries and keys that are rotated already, and keys and values
-from its own cache. A mechanism that keeps nothing but those attends to them as they are. One that has a
-`prepare` of its own gets the newest queries and keys turned back, and keeps what it makes of them in a cache
-beside the model's. Its x is the attention module's input, which a hook lays by.
+from its own cache. A mechanism that keeps nothing but those attends to them as they are. For one that has a
+`prepare` of its own a hook before the module takes the rotation away, so that it gets the newest queries and
+keys as they were projected, and it keeps what it makes of them in a cache beside the model's. Its x is the
+attention module's input, which the hook lays by.
 
 Padding never reaches a mechanism: rows are computed from their first token on, those of one length together.
 """
 
 import math
+import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -27,10 +31,10 @@ from headgate import ops
 from headgate.config import ModelConfig, from_dict, to_dict
 from headgate.errors import HeadgateError
 from headgate.mechanisms.contract import MECHANISMS, Heads, Mechanism, Past, initialise, make_options
+from headgate.model import remote
 from headgate.model.cache import LayerCache
-from headgate.model.convert import Weights
 from headgate.model.decoder import with_mechanism
-from headgate.ops.rotary import rotate
+from headgate.model.weights import Weights
 
 NAME = "headgate"
 """Of our attention among those of transformers, and of what the config remembers."""
@@ -87,8 +91,10 @@ def use(
         module.headgate_as_they_are = kept
         module.headgate_handle = module.register_forward_pre_hook(_lay_by, with_kwargs=True)
     config.headgate = {"mechanism": to_dict(ours)["mechanism"], "layers": places}
+    config.auto_map = remote.auto_map(remote.USED)
     model.headgate_before = config._attn_implementation
     model.set_attn_implementation(NAME)
+    model.save_pretrained = partial(_save, model)
     return model
 
 
@@ -100,8 +106,26 @@ def take_out(model: PreTrainedModel) -> PreTrainedModel:
         del module.headgate_handle, module.headgate_as_they_are, module.mechanism
     if hasattr(model, "headgate_before"):
         model.set_attn_implementation(model.headgate_before)
-        del model.headgate_before, config.headgate
+        del model.headgate_before, model.save_pretrained, config.headgate, config.auto_map
     return model
+
+
+class SavedWithMechanism:
+    """What the auto_map of a model's folder names that was saved with a mechanism in it."""
+
+    @classmethod
+    def from_pretrained(cls, folder: Any, *args: Any, config: Any, **options: Any) -> PreTrainedModel:
+        kind = AutoModelForCausalLM._model_mapping[type(config)]
+        return use(kind.from_pretrained(folder, *args, config=config, **options))
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = None) -> None:
+        """Nothing to do: the model is of transformers' own class."""
+
+
+def _save(model: PreTrainedModel, folder: str | os.PathLike[str], **options: Any) -> None:
+    type(model).save_pretrained(model, folder, **options)
+    remote.write_loader(Path(folder), remote.USED)
 
 
 def _attention_modules(model: PreTrainedModel) -> list[Any]:
@@ -154,8 +178,11 @@ def _remembered(config: Any, ours: ModelConfig) -> tuple[ModelConfig, list[int]]
 
 
 def _load(model: PreTrainedModel, attention: Sequence[Any], made: dict[int, Mechanism]) -> None:
-    """What the folder that the model comes from holds of the mechanisms."""
-    weights = Weights.of_folder(Path(model.config._name_or_path))
+    """What the folder that the model comes from, or the hub's cache, holds of the mechanisms."""
+    folder = Path(model.config._name_or_path)
+    if not folder.is_dir():
+        folder = Path(snapshot_download(model.config._name_or_path, local_files_only=True))
+    weights = Weights.of_folder(folder)
     names = {module: name for name, module in model.named_modules()}
     for n, mechanism in made.items():
         for own, parameter in mechanism.named_parameters():
@@ -166,10 +193,15 @@ def _load(model: PreTrainedModel, attention: Sequence[Any], made: dict[int, Mech
                 parameter.copy_(weights.tensor(name))
 
 
-def _lay_by(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Before attention: what its function will not be told."""
+def _lay_by(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Before attention: what its function will not be told. A mechanism that rotates by itself gets queries
+    and keys that are not: turning them back again would cost digits, which a recurrence makes more of."""
     x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-    module.headgate_call = x, kwargs["position_embeddings"], kwargs.get("past_key_values")
+    cos, sin = kwargs["position_embeddings"]
+    module.headgate_call = x, (cos, sin), kwargs.get("past_key_values")
+    if not module.headgate_as_they_are:
+        kwargs = kwargs | {"position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin))}
+    return args, kwargs
 
 
 def attend_for_transformers(
@@ -247,13 +279,12 @@ class _Mechanism:
             return self.mechanism.attend(x, q, k, v, Past())
         wide = torch.promote_types(q.dtype, torch.float32)
         cos, sin = (t.expand(len(self.x), -1, -1)[rows, None, first:].to(wide) for t in (self.cos, self.sin))
-        square = cos.square() + sin.square()  # not 1 where the model scales its logits by it
-        q, new = (rotate(t, cos / square, -sin / square) for t in (q, k[:, :, -q.shape[2] :]))
         if q.shape[2] == k.shape[2]:  # a row's first token has position 0, whatever stands before it
-            a, b = cos[:, :, :1] / square[:, :, :1].sqrt(), sin[:, :, :1] / square[:, :, :1].sqrt()
-            cos, sin = cos * a + sin * b, sin * a - cos * b
+            a, b = cos[:, :, :1], sin[:, :, :1]
+            length = torch.hypot(a, b)  # not 1 where the model scales its logits by it
+            cos, sin = (cos * a + sin * b) / length, (sin * a - cos * b) / length
         past = Past(rotation=(cos, sin), cache=self._kept(q, k, rows))
-        return self.mechanism(x, q, new, v[:, :, -q.shape[2] :], past)
+        return self.mechanism(x, q, k[:, :, -q.shape[2] :], v[:, :, -q.shape[2] :], past)
 
     def _kept(self, q: Tensor, k: Tensor, rows: Any) -> LayerCache | None:
         """What the mechanism keeps beside the model's cache, if there is one and nothing is learned."""

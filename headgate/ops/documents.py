@@ -4,31 +4,55 @@
 returns to an earlier one. Nothing attends across documents, and positions count from a document's start.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from headgate.errors import HeadgateError
+from headgate.ops.gpu import send
+
+_on_host: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
+"""The values of ids and starts that were sent to a device: to ask the device for them would be to wait."""
 
 
-def document_starts(documents: Tensor) -> Tensor | None:
-    """Of each token, where in its row its document begins, (B,T) int64; None if every row is one document."""
+def document_starts(documents: Tensor, device: torch.device | None = None) -> Tensor | None:
+    """Of each token, where in its row its document begins, (B,T) int64; None if every row is one document.
+
+    They are found on the CPU, so that ids which lie there cost a GPU no wait; `device` is where they go.
+    """
     if documents.ndim != 2 or documents.is_floating_point() or documents.is_complex():
         raise HeadgateError(
             f"documents are {documents.dtype} of shape {tuple(documents.shape)}; expected whole numbers (B,T)"
         )
+    device = device or documents.device
+    documents = _known(documents)
     changed = documents[:, 1:] != documents[:, :-1]
     if not changed.any():
         return None
     if (documents[:, 1:] < documents[:, :-1]).any():
         _refuse_returns(documents, changed)
-    places = torch.arange(1, documents.shape[1], device=documents.device)
+    places = torch.arange(1, documents.shape[1])
     starts = torch.zeros_like(documents, dtype=torch.int64)
     starts[:, 1:] = torch.where(changed, places, 0).cummax(1).values
-    return starts
+    return send_ids(starts, device)
+
+
+def send_ids(documents: Tensor, device: torch.device) -> Tensor:
+    """Ids or starts on a device, whose values are known here too; the tensor must not be written to."""
+    sent = send(documents, device)
+    if sent is not documents:
+        _on_host[sent] = documents
+    return sent
+
+
+def _known(documents: Tensor) -> Tensor:
+    """Ids or starts on the CPU."""
+    found = _on_host.get(documents)
+    return documents.cpu() if found is None else found
 
 
 def _refuse_returns(documents: Tensor, changed: Tensor) -> None:
@@ -65,7 +89,7 @@ class Stretch(NamedTuple):
 def stretches(first_keys: Tensor, keys: int) -> Iterator[Stretch]:
     """The documents of every row, by the first key of each query; without queries that see no key."""
     queries = first_keys.shape[1]
-    for row, firsts in enumerate(first_keys.cpu()):
+    for row, firsts in enumerate(_known(first_keys)):
         edges = (torch.nonzero(firsts[1:] != firsts[:-1]).flatten() + 1).tolist()
         for begin, end in zip([0, *edges], [*edges, queries], strict=True):
             first = int(firsts[begin])
@@ -77,7 +101,7 @@ def stretches(first_keys: Tensor, keys: int) -> Iterator[Stretch]:
 
 def lengths(documents: Tensor) -> list[list[int]]:
     """Of each row, how long its documents are, given their ids or starts."""
-    return [torch.unique_consecutive(row, return_counts=True)[1].tolist() for row in documents.cpu()]
+    return [torch.unique_consecutive(row, return_counts=True)[1].tolist() for row in _known(documents)]
 
 
 def by_document(documents: Tensor, run: Callable[..., Tensor], *tensors: Tensor) -> Tensor:

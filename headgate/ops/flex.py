@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.utils.weak import WeakIdKeyDictionary
 
+from headgate.ops.gpu import NO_TRITON
 from headgate.ops.merge import merged
 from headgate.ops.span.options import Span
 
@@ -43,7 +44,7 @@ def refuse(q: Tensor, *tensors: Any, **options: Any) -> str | None:
     if q.device.type not in DEVICES:
         return f"it runs on a GPU, not on {q.device.type}"
     if not _TRITON:
-        return "triton is not installed; pip install headgate[gpu]"
+        return NO_TRITON
     if q.dtype not in DTYPES:
         return f"it takes float32, bfloat16 and float16, not {q.dtype}".replace("torch.", "")
     if q.shape[-1] < LEAST_WIDTH:

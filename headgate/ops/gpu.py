@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 HALF = (torch.bfloat16, torch.float16)
+NO_TRITON = "triton is not installed; PyTorch's builds for GPUs bring it, and its CPU build has none"
 
 
 def before_ampere(t: Tensor) -> bool:
@@ -11,3 +12,16 @@ def before_ampere(t: Tensor) -> bool:
     # torch.compile knows the properties of a device as constants, and its capability not.
     here = t.is_cuda and torch.cuda.is_available() and not torch.version.hip
     return bool(here and torch.cuda.get_device_properties(t.device).major < 8)
+
+
+def send(t: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device. A copy from memory that may be paged out would wait until the device has done
+    all that it was given; one from pinned memory only joins the queue."""
+    if device.type != "cuda" or t.device.type != "cpu":
+        return t.to(device)
+    return t.pin_memory().to(device, non_blocking=True)
+
+
+def has_double(device: torch.device) -> bool:
+    """Whether it computes in double precision, which Apple's GPUs do not."""
+    return device.type != "mps"

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headgate.ops.documents import stretches
+from headgate.ops.gpu import has_double
 from headgate.ops.span.options import Span
 
 
@@ -115,7 +116,8 @@ def pair_gated_attention(
 
 def top_count(i: Tensor, scale: float) -> Tensor:
     """k_i = ceil(scale * sqrt(i + 1)), in double precision so that perfect squares stay exact."""
-    return torch.ceil(scale * torch.sqrt(i.double() + 1)).long()
+    wide = (i if has_double(i.device) else i.cpu()).double()
+    return torch.ceil(scale * torch.sqrt(wide + 1)).long().to(i.device)
 
 
 def best(scores: Tensor, allowed: Tensor, count: Tensor) -> Tensor:

@@ -95,7 +95,7 @@ def _layer(config: Config, tokens: int) -> Seconds:
     weights = sum(p.numel() for p in layer.parameters())
     sequences = max(1, min(tokens, int(WORK / (6 * weights))) // SHORT)
     x = torch.randn(sequences, SHORT, model.d_model, requires_grad=True)
-    cos, sin = rotation(torch.arange(SHORT), model.head_dim, model.rope_theta)
+    cos, sin = rotation(torch.arange(SHORT), model.head_dim, model.rope_theta, model.rope_scaling)
 
     def run() -> None:
         with autocast(DEVICE, config.train.precision):

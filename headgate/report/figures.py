@@ -5,6 +5,7 @@ from typing import Any
 
 import altair as alt
 
+from headgate.report.budgets import ladder_figure, tuning_figure
 from headgate.report.painting import (
     FROM_ZERO,
     LOGARITHMIC,
@@ -19,6 +20,7 @@ from headgate.report.painting import (
     powers_of_two,
     tooltips,
 )
+from headgate.report.spread import spread_figure
 from headgate.report.tradeoff import (
     around_zero,
     difference_columns,
@@ -39,8 +41,10 @@ def figures(results: Mapping[str, Any]) -> dict[str, PageFigure]:
     makers = (
         tradeoff_figure,
         difference_figure,
+        spread_figure,
         curve_figure,
         tuning_figure,
+        ladder_figure,
         cost_against_length,
         position_figure,
         answer_figure,
@@ -94,7 +98,7 @@ def curve_figure(results: Mapping[str, Any], painter: Painter) -> PageFigure | N
     ]
     if not rows:
         return None
-    tokens = alt.X("tokens:Q", title="training tokens", axis=_counts(), scale=FROM_ZERO)
+    tokens = alt.X("tokens:Q", title="training tokens", axis=counts_axis(), scale=FROM_ZERO)
     seconds = alt.X("seconds:Q", title="seconds of training", axis=alt.Axis(tickCount=5), scale=FROM_ZERO)
     columns = [VARIANT, ("tokens", "tokens", ",.0f"), ("seconds", "seconds", ",.1f"), ("mean", "loss", ".4f")]
     y = ("mean", "validation loss")
@@ -130,31 +134,8 @@ def curve_figure(results: Mapping[str, Any], painter: Painter) -> PageFigure | N
     return PageFigure("curves", "Learning curves", views)
 
 
-def _counts() -> alt.Axis:
+def counts_axis() -> alt.Axis:
     return alt.Axis(format="~s", tickCount=5)
-
-
-def tuning_figure(results: Mapping[str, Any], painter: Painter) -> PageFigure | None:
-    """How sensitive each variant is to the learning rate."""
-    name = "train.learning_rate"
-    own = results["config"]["train"]["learning_rate"]
-    rows = [
-        {"label": one["label"], "rate": trial["settings"].get(name, own), "loss": trial["losses"][0]}
-        for one in (results["tuning"] or {"variants": []})["variants"]
-        for trial in one["trials"]
-        if trial["losses"] and trial["losses"][0] is not None
-    ]
-    if len({row["rate"] for row in rows}) < 2:
-        return None
-    rows.sort(key=lambda row: row["rate"])
-    view = painter.lines(
-        rows,
-        alt.X("rate:Q", title="learning rate", scale=LOGARITHMIC, axis=alt.Axis(format="~g", tickCount=5)),
-        ("loss", "validation loss at the first rung"),
-        [VARIANT, ("rate", "learning rate", ".3~g"), ("loss", "loss", ".4f")],
-        "Every trial after a quarter of its steps; other settings were drawn along with it.",
-    )
-    return PageFigure("tuning", "Loss against learning rate", {"": view})
 
 
 def cost_against_length(results: Mapping[str, Any], painter: Painter) -> PageFigure | None:
@@ -264,7 +245,7 @@ def position_figure(results: Mapping[str, Any], painter: Painter) -> PageFigure 
             rows.append(row)
     if not rows:
         return None
-    x = _doubling(rows, "place", "position in the context")
+    x = doubling(rows, "place", "position in the context")
     columns = [
         VARIANT,
         ("place", "from position", ",.0f"),
@@ -289,7 +270,8 @@ def position_figure(results: Mapping[str, Any], painter: Painter) -> PageFigure 
     return PageFigure("positions", "Loss by position in the context", views)
 
 
-def _doubling(rows: Rows, field: str, title: str) -> alt.X:
+def doubling(rows: Rows, field: str, title: str) -> alt.X:
+    """An axis on which every step is twice as far."""
     places = [row[field] for row in rows]
     axis = alt.Axis(values=powers_of_two(min(places), max(places)), format=",d")
     return alt.X(f"{field}:Q", title=title, scale=alt.Scale(type="log", base=2, nice=False), axis=axis)
@@ -314,7 +296,7 @@ def answer_figure(results: Mapping[str, Any], painter: Painter) -> PageFigure | 
         return None
     view = painter.lines(
         rows,
-        _doubling(rows, "distance", "distance to the key, in tokens"),
+        doubling(rows, "distance", "distance to the key, in tokens"),
         ("mean", "share of right answers"),
         [
             VARIANT,
@@ -388,7 +370,7 @@ def movement_figure(results: Mapping[str, Any]) -> PageFigure | None:
             continue
         columns = [("layer", "layer", ""), ("tokens", "tokens", ",.0f"), ("mean", "mean gate", ".3f")]
         chart = alt.Chart(alt.NamedData(ROWS)).encode(
-            alt.X("tokens:Q", title="training tokens", axis=_counts(), scale=FROM_ZERO),
+            alt.X("tokens:Q", title="training tokens", axis=counts_axis(), scale=FROM_ZERO),
             alt.Y("mean:Q", title="mean gate of the layer", scale=alt.Scale(domain=[0, 1])),
             alt.Color("layer:O", title="layer", scale=alt.Scale(scheme="viridis")),
             tooltip=tooltips(columns),

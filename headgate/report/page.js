@@ -37,6 +37,7 @@
     const place = document.getElementById("chart-" + name);
     const spec = JSON.parse(shade(JSON.stringify(view.spec)));
     spec.description = view.description;
+    if (printing.matches) spec.width = 640; // a sheet, whatever the window was
     document.getElementById("caption-" + name).textContent = view.caption;
     if (views.has(name)) views.get(name).finalize();
     // Only errors are logged: a figure whose every variant is hidden is empty, which is no fault.
@@ -114,7 +115,7 @@
     URL.revokeObjectURL(link.href);
   }
 
-  // The table of every variant.
+  // The table of every variant; the page of a suite has another.
   const search = document.getElementById("filter"), unfold = document.getElementById("unfold");
   const lines = [...document.querySelectorAll("[data-row]")];
   const isOpen = (button) => button.getAttribute("aria-expanded") === "true";
@@ -130,7 +131,7 @@
     }
     document.getElementById("found").textContent = asked ? found + " of " + lines.length + " variants" : "";
   }
-  search.addEventListener("input", sift);
+  if (search) search.addEventListener("input", sift);
   for (const button of document.querySelectorAll(".open, .fold")) {
     button.addEventListener("click", () => { button.setAttribute("aria-expanded", String(!isOpen(button))); sift(); });
   }
@@ -142,7 +143,7 @@
       sift();
     });
   }
-  document.getElementById("save").addEventListener("click", () => saveAs("results.csv", data.table));
+  document.getElementById("save").addEventListener("click", () => saveAs(data.file, data.table));
 
   // Commands.
   for (const block of document.querySelectorAll(".block")) {

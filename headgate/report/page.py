@@ -1,33 +1,25 @@
-"""report.html: all of a study in one file that opens from disk and needs no network.
+"""report.html: all of a study in one file that opens from disk and needs no network; see shell.py."""
 
-Text goes through the template, which escapes it, or into JSON inside the page, where no character can end the
-script, and scripts insert it as text. So a label with markup in it shows as it was written. The page may run
-its own scripts but make none: Vega interprets its expressions.
-"""
-
+import csv
+import io
 import json
 import math
 import os
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import vl_convert
-from markupsafe import Markup
-
 from headgate.files import write_text
 from headgate.report.figures import figures
-from headgate.report.looks import COLOURS, DARK_COLOURS, DARK_PAPER, PAPER, looks, shared_name
+from headgate.report.looks import looks, shared_name
 from headgate.report.painting import CROWD, PageFigure
-from headgate.report.publish import standing_alone
 from headgate.report.reading import read_results, results_path
+from headgate.report.shell import render
+from headgate.report.spread import seed_differences
 from headgate.report.tradeoff import SHARE, effect
-from headgate.report.verdict import answer_sentence
-from headgate.report.words import bytes_in_words, decimal, p_in_words, percent, with_sign
-from headgate.version import __version__
+from headgate.report.verdict import answer_sentence, published_sentence
+from headgate.report.words import with_sign
 
 SYMBOLS = {
     "better": "▼",
@@ -41,51 +33,49 @@ METRICS = {"loss": "loss", "speed": "speed", "memory": "memory", "convergence": 
 
 
 def write_page(source: str | os.PathLike[str]) -> Path:
-    """Write report.html beside the results.json of a study folder, or beside the file itself."""
-    path = results_path(source).with_name("report.html")
-    write_text(path, page(read_results(source)))
+    """Write report.html beside the results.json of a study folder, or beside the file itself, and its table
+    as results.csv."""
+    results, origin = read_results(source), results_path(source)
+    table = io.StringIO()
+    csv.writer(table, lineterminator="\n").writerows(result_table(results))
+    write_text(origin.with_name("results.csv"), table.getvalue())
+    files = [
+        origin.name,
+        "results.csv",
+        *(["results.md"] if origin.with_name("results.md").is_file() else []),
+    ]
+    path = origin.with_name("report.html")
+    write_text(path, page(results, files))
     return path
 
 
-def page(study: Mapping[str, Any]) -> str:
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("headgate.report", "."),
-        autoescape=jinja2.select_autoescape(default=True, disabled_extensions=("css", "js")),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {
-        "signed": with_sign,
-        "percent": percent,
-        "number": decimal,
-        "p": p_in_words,
-        "bytes": bytes_in_words,
-    }
+def page(study: Mapping[str, Any], files: Sequence[str] = ("results.json",)) -> str:
+    """The page as text; `files` stand beside it."""
     made, variants = figures(study), study["variants"]
-    first = "tradeoff" if "tradeoff" in made else "differences"
-    data = {
-        "labels": [variant["label"] for variant in variants],
-        "colours": dict(zip((*COLOURS, PAPER), (*DARK_COLOURS, DARK_PAPER), strict=True)),
-        "figures": {figure.name: _drawn(figure) for figure in made.values()},
-        "table": result_table(study),
-        "passage": study["passage"],
-    }
-    return environment.get_template("page.html.jinja").render(
+    return render(
+        "page.html.jinja",
+        made,
+        "tradeoff" if "tradeoff" in made else "differences",
+        {
+            "labels": [variant["label"] for variant in variants],
+            "table": result_table(study),
+            "file": "results.csv",
+            "passage": study["passage"],
+        },
         study=study,
+        numbers=files[0],
+        files=files,
         variants=variants,
         baseline=variants[0],
-        figures=made,
-        stills={first: _still(made[first])} if first in made else {},
         groups=groups(variants),
         seeds=[_by_seed(variant, variants[0]) for variant in variants],
         looks=looks(variants),
         share=effect(study) is SHARE,
         columns=4 + 2 * bool(study["costs"]) + ("answers" in made),
         ablations=any(variant["ablation"] for variant in variants),
+        extended_trials=_extended_trials(study),
         crowded=len(variants) > CROWD,
         sections=_sections(study, made),
-        tuned=study.get("tuned"),
         verdict=answer_sentence(study),
         rests_on=_rests_on(study),
         source=_source(study),
@@ -94,9 +84,6 @@ def page(study: Mapping[str, Any]) -> str:
         crossovers=_crossovers(study),
         commands=_shell_commands(study),
         config=json.dumps(study["config"], indent=2),
-        data=Markup(_script_json(data)),  # noqa: S704 - every < in it is escaped
-        vega=Markup(_vega()),  # noqa: S704 - the library's own file, nothing of a study's
-        version=__version__,
     )
 
 
@@ -157,46 +144,19 @@ def result_table(study: Mapping[str, Any]) -> list[list[Any]]:
     return [["" if cell is None else cell for cell in row] for row in rows]
 
 
-def _drawn(figure: PageFigure) -> dict[str, Any]:
-    return {
-        name: {
-            "spec": view.spec,
-            "columns": view.columns,
-            "caption": view.caption,
-            "description": f"{figure.title}{f': {name}' if name else ''}. {view.caption}",
-        }
-        for name, view in figure.views.items()
-    }
-
-
-def _still(figure: PageFigure) -> Markup:
-    """The first view as a picture that needs no script."""
-    drawing = standing_alone(next(iter(figure.views.values())).spec)
-    drawing["config"]["aria"] = False  # a description of each mark is of no use beside the caption
-    svg: str = vl_convert.vegalite_to_svg(drawing)
-    numbers: dict[str, str] = {}  # vl-convert counts on from one drawing to the next
-    svg = re.sub(r"\bclip\d+", lambda found: numbers.setdefault(found[0], f"still{len(numbers)}"), svg)
-    return Markup(svg)  # noqa: S704 - Vega escapes the texts in its drawings
-
-
 def _by_seed(variant: Mapping[str, Any], baseline: Mapping[str, Any]) -> list[str]:
-    if variant is baseline:
-        return []
-    theirs = {run["seed"]: run.get("loss") for run in baseline["runs"] if run["state"] == "finished"}
-    return [
-        with_sign(run["loss"] - theirs[run["seed"]], 3)
-        for run in variant["runs"]
-        if run["state"] == "finished" and run["loss"] is not None and theirs.get(run["seed"]) is not None
-    ]
+    found = {} if variant is baseline else seed_differences(variant, baseline)
+    return [with_sign(difference, 3) for difference in found.values()]
 
 
 def _sections(study: Mapping[str, Any], made: Mapping[str, PageFigure]) -> list[tuple[str, str]]:
     """Anchors and names of the sections that this page has."""
     every = [
         ("differences-section", "Differences", "tradeoff" in made and "differences" in made),
+        ("spread-section", "Seeds and documents", "spread" in made),
         ("curves-section", "Learning curves", "curves" in made),
         ("tuning-section", "Tuning", bool(study["tuning"])),
-        ("ladder", "Ladder", bool(study["ladder"])),
+        ("ladder-section", "Compute", bool(study["ladder"])),
         ("answers-section", "Answers", "answers" in made),
         ("ablations-section", "Ablations", "ablations" in made),
         ("positions-section", "By position", "positions" in made),
@@ -209,8 +169,20 @@ def _sections(study: Mapping[str, Any], made: Mapping[str, PageFigure]) -> list[
     return [(anchor, words) for anchor, words, there in every if there]
 
 
+def _extended_trials(study: Mapping[str, Any]) -> int:
+    """How many trials of each variant lie outside the space as it was asked for."""
+    variants = (study["tuning"] or {"variants": []})["variants"]
+    return max((sum(trial["round"] > 0 for trial in one["trials"]) for one in variants), default=0)
+
+
 def _rests_on(study: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What stands beside the answer: what the study could have seen."""
+    """What stands beside the answer: what the study could have seen, and what it found without tuning."""
+    untuned = published_sentence(study)
+    beside = [] if untuned is None else [("The same without tuning", f"{untuned[0].upper()}{untuned[1:]}.")]
+    return _could_see(study) + beside
+
+
+def _could_see(study: Mapping[str, Any]) -> list[tuple[str, str]]:
     sight = study.get("sight") or {}
     if sight.get("checks"):
         words = "; ".join(check["words"] for check in sight["checks"])
@@ -236,20 +208,6 @@ def _source(study: Mapping[str, Any]) -> str:
     """Where the text came from, without the folders of the machine that it came from."""
     source = str((study["data"].get("request") or {}).get("source", ""))
     return source if "://" in source or source.count("/") < 2 else source.rsplit("/", 1)[1]
-
-
-def _vega() -> str:
-    """The scripts that draw, Vega and its companions, as one module."""
-    bundle: str = vl_convert.javascript_bundle(None)  # type: ignore[arg-type]
-    return bundle.replace("</script", "<\\/script")
-
-
-def _script_json(data: Any) -> str:
-    """JSON for a script element: nothing in it can close the element or open a comment."""
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    for character in "<>&\u2028\u2029":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return text
 
 
 def _crossovers(study: Mapping[str, Any]) -> list[dict[str, str]]:

@@ -125,10 +125,7 @@ class Painter:
     ) -> FigureView:
         """A row for each variant: `fields` are its mean and its interval as judged; the interval that is its
         own alone has the same names with plain_ before them."""
-        chart = alt.Chart(alt.NamedData(ROWS))
-        room = min(8 * max(map(len, order)), 320)
-        label = alt.Axis(labelLimit=room, labelExpr="width < 300 ? truncate(datum.label, 20) : datum.label")
-        y = alt.Y("label:N", sort=list(order), title=None, axis=label)
+        chart, y = row_for_each(order)
         mean, low, high = fields
         axis = alt.Axis(format=format, tickCount=5, labelFlush=False, labelExpr=BARE_ZERO)
         x = alt.X(f"{low}:Q", title=title, scale=alt.Scale(domain=list(domain), nice=False), axis=axis)
@@ -146,6 +143,13 @@ class Painter:
         )
         drawing = finished(alt.layer(level(rule, "x"), thin, thick, points), rows, height=ROW * len(rows))
         return FigureView(drawing, columns, caption)
+
+
+def row_for_each(order: Sequence[str]) -> tuple[alt.Chart, alt.Y]:
+    """A chart with a named row for each variant, which none of the page's switches hides."""
+    room = min(8 * max(map(len, order)), 320)
+    axis = alt.Axis(labelLimit=room, labelExpr="width < 300 ? truncate(datum.label, 20) : datum.label")
+    return alt.Chart(alt.NamedData(ROWS)), alt.Y("label:N", sort=list(order), title=None, axis=axis)
 
 
 def level(at: float, axis: str) -> alt.Chart:

@@ -11,7 +11,7 @@ from typing import Any
 import vl_convert
 
 from headgate.errors import HeadgateError
-from headgate.files import sealed, write_json, write_text
+from headgate.files import write_sealed, write_text
 from headgate.report.figures import figures
 from headgate.report.reading import read_results
 
@@ -38,7 +38,7 @@ def publish_study(study: str | os.PathLike[str], folder: str | os.PathLike[str])
     made = not target.exists()
     try:
         target.mkdir(parents=True, exist_ok=True)
-        write_json(target / "results.json", sealed(digest(results)))
+        write_sealed(target / "results.json", digest(results))
         for name, text in texts.items():
             write_text(target / name, text)
     except OSError as error:
@@ -52,7 +52,8 @@ def publish_study(study: str | os.PathLike[str], folder: str | os.PathLike[str])
 
 def digest(results: Mapping[str, Any]) -> dict[str, Any]:
     """The results without each run's curve, the gates, and the paths of this machine."""
-    kept = {key: value for key, value in results.items() if key not in ("commands", "passage", "skipping")}
+    left_out = ("commands", "passage", "skipping", "documents", "note")
+    kept = {key: value for key, value in results.items() if key not in left_out}
     kept["data"] = {key: value for key, value in results["data"].items() if key != "folder"}
     kept["variants"] = []
     for variant in results["variants"]:

@@ -1,4 +1,4 @@
-"""Reads what the page shows: results.json of a study folder or a published one, gates.json, skipping.json.
+"""Reads what the page shows: results.json of a study folder or a published one, and what stands beside it.
 
 What older versions of headgate wrote reads like what this one writes.
 """
@@ -13,6 +13,7 @@ from headgate import files
 from headgate.errors import HeadgateError
 
 ALPHA = 0.05
+NEEDED = ("variants", "claims", "headline", "conditions", "config", "data")
 
 
 def results_path(source: str | os.PathLike[str]) -> Path:
@@ -22,8 +23,8 @@ def results_path(source: str | os.PathLike[str]) -> Path:
 
 
 def read_results(source: str | os.PathLike[str]) -> dict[str, Any]:
-    """The results in a folder or a file, with the gates on a passage under "passage" and gate skipping under
-    "skipping". A published folder lacks the gates and the commands.
+    """The results in a folder or a file, with the gates on a passage under "passage", gate skipping under
+    "skipping" and differences by document under "documents". A published folder lacks these.
     """
     path = results_path(source)
     results = _read_json_file(path)
@@ -31,15 +32,20 @@ def read_results(source: str | os.PathLike[str]) -> dict[str, Any]:
         raise HeadgateError(f"{str(source)!r} has no results.json; headgate compare writes one")
     if not isinstance(results.get("variants"), list):
         raise HeadgateError(f"{str(path)!r} has no variants, so it is not the results of a study")
+    missing = [name for name in NEEDED if name not in results]
+    if missing:
+        raise HeadgateError(f"{str(path)!r} is not what headgate compare writes: it has no {missing[0]!r}")
     results["passage"] = _read_json_file(path.with_name("gates.json"))
     results["skipping"] = _read_json_file(path.with_name("skipping.json"))
+    results["documents"] = _read_json_file(path.with_name("documents.json"))
+    results["note"] = _read_note(path.with_name("note.txt"))
+    results.setdefault("tuned", False)
     for name in ("commands", "tuning", "ladder"):
         results.setdefault(name, None)
     results.setdefault("sight", {"can_tell": None, "checks": [], "detectable": None, "advice": None})
     for variant in results["variants"]:
-        variant.setdefault("gates", None)
-        variant.setdefault("control", None)
-        variant.setdefault("folder", None)
+        for name in ("gates", "control", "published", "price", "trend"):
+            variant.setdefault(name, None)
     _with_both_intervals(results)
     _with_one_price(results)
     results["claims"] = [judged for judged in results["claims"] if judged["verdict"] != "not run"]
@@ -131,9 +137,14 @@ def _read_json_file(path: Path) -> Any:
     if files.kind(path) == "missing":
         return None
     try:
-        return files.unsealed(files.read_json(path), path)
+        return files.read_sealed(path)
     except HeadgateError as error:
         raise HeadgateError(f"{error}; remove it and run the study again") from None
+
+
+def _read_note(path: Path) -> str | None:
+    """What somebody has to say about the study, in a file of text that is put beside its results."""
+    return None if files.kind(path) == "missing" else " ".join(files.read_text(path).split()) or None
 
 
 def is_control(variant: Mapping[str, Any]) -> bool:

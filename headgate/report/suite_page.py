@@ -1,14 +1,21 @@
-"""suite.html: the tables of a suite as one plain page that opens from disk."""
+"""suite.html: all of a suite in one file that opens from disk and needs no network; see shell.py."""
 
+import math
 import os
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from headgate.errors import HeadgateError
-from headgate.files import read_json, write_text
+from headgate.files import read_sealed, write_text
+from headgate.report.looks import looks
+from headgate.report.painting import CROWD
+from headgate.report.shell import render
+from headgate.report.suite_figures import suite_figures, with_family
+
+NAMED = 4
+"""The sentence at the top names at most this many variants of a kind, and counts longer lists."""
 
 
 def write_suite_page(folder: str | os.PathLike[str]) -> Path:
@@ -17,19 +24,81 @@ def write_suite_page(folder: str | os.PathLike[str]) -> Path:
     if not source.is_file():
         raise HeadgateError(f"{str(folder)!r} has no suite.json; headgate suite writes one")
     path = Path(folder) / "suite.html"
-    write_text(path, suite_page(read_json(source)))
+    write_text(path, suite_page(read_sealed(source)))
     return path
 
 
-def suite_page(results: Mapping[str, Any]) -> str:
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("headgate.report", "."),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("suite.html.jinja").render(
-        suite=results,
+def suite_page(suite: Mapping[str, Any]) -> str:
+    variants = [with_family(variant) for variant in suite["variants"]]
+    suite = {**suite, "variants": variants}
+    made = suite_figures(suite)
+    command = suite.get("command")
+    return render(
+        "suite.html.jinja",
+        made,
+        next(iter(made), ""),
+        {
+            "labels": [variant["label"] for variant in variants],
+            "table": score_table(suite),
+            "file": "suite.csv",
+            "passage": None,
+        },
+        suite=suite,
+        numbers="suite.json",
+        variants=variants,
+        order=_order(variants),
+        looks=looks(variants),
+        ablations=any(variant["ablation"] for variant in variants),
+        crowded=len(variants) > CROWD,
+        verdict=suite_sentence(suite),
+        command=None if command is None else shlex.join(command),
         shade=lambda score: 0 if score is None else round(max(0.0, min(1.0, score)) * 0.45, 3),
     )
+
+
+def suite_sentence(suite: Mapping[str, Any]) -> str:
+    """How many tasks the baseline solves, and who solves more, as many and fewer."""
+    baseline, *others = suite["variants"]
+    count = len(suite["tasks"])
+    solved = baseline["solved"]
+    first = f"{baseline['label'][:1].upper()}{baseline['label'][1:]} solves {solved} of {count} tasks"
+    if count == 1:
+        name = suite["tasks"][0]["name"]
+        first = f"{first[: first.index(' solves')]} {'solves' if solved else 'does not solve'} {name}"
+    parts = []
+    for words, test in (
+        ("More", lambda n: n > solved),
+        ("As many", lambda n: n == solved),
+        ("Fewer", lambda n: n < solved),
+    ):
+        chosen = [variant for variant in others if test(variant["solved"])]
+        counted = [f"{variant['label']} ({variant['solved']})" for variant in chosen]
+        if words == "As many":
+            counted = [variant["label"] for variant in chosen]
+        if len(counted) > NAMED:
+            counted = [*counted[: NAMED - 1], f"{len(counted) - NAMED + 1} others"]
+        if counted:
+            parts.append(f"{words}: {', '.join(counted)}.")
+    return " ".join([f"{first}.", *parts])
+
+
+def score_table(suite: Mapping[str, Any]) -> list[list[Any]]:
+    """A row for each variant and task, unrounded, as rows of a CSV file."""
+    names = ["variant", "task", "score", "low", "high", "accuracy", "loss", "rate", "tokens_to_solve"]
+    rows: list[list[Any]] = [names]
+    for task in suite["tasks"]:
+        for row in task["variants"]:
+            score = [row["score"][name] for name in ("mean", "low", "high")]
+            rest = [row["accuracy"]["mean"], row["loss"]["mean"], row["rate"], row["to_solve"]["median"]]
+            rows.append([row["label"], task["name"], *score, *rest])
+    return [["" if cell is None else cell for cell in row] for row in rows]
+
+
+def _order(variants: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The baseline, then by mean score; last those that have none."""
+
+    def rank(n: int) -> tuple[bool, float]:
+        mean = variants[n]["mean_score"]
+        return n > 0, math.inf if mean is None else -mean
+
+    return sorted(range(len(variants)), key=rank)

@@ -30,11 +30,30 @@ def answer_sentence(results: Mapping[str, Any]) -> str:
     others = ", ".join(f"{count} {words}" for words, count in counts.items() if count)
     baseline = results["baseline"]
     amount = f"{_amount(results, best)}"
+    how = "Tuned alike" if results["tuned"] else "Untuned"
     if better:
-        first = f"{best['label'][0].upper()}{best['label'][1:]} beats {baseline}: {amount}."
+        first = f"{how}, {best['label']} beats {baseline}: {amount}."
     else:
-        first = f"No mechanism beat {baseline}. Best: {best['label']}, {amount}."
+        first = f"{how}, no mechanism beat {baseline}. Best: {best['label']}, {amount}."
     return f"{first} Of the others: {others}." if others else first
+
+
+def published_sentence(results: Mapping[str, Any]) -> str | None:
+    """What a tuned study found of the variants as published; None if it did not judge them."""
+    rows = [
+        (v["label"], v["published"]["difference"])
+        for v in results["variants"][1:]
+        if not is_control(v) and v["published"] and v["published"]["difference"]
+    ]
+    if not results["tuned"] or not rows:
+        return None
+    groups: dict[str, list[str]] = {}
+    for label, difference in rows:
+        groups.setdefault(difference["verdict"], []).append(label)
+    return "; ".join(
+        f"{verdict}: {', '.join(labels) if len(labels) < 4 else f'{len(labels)} variants'}"
+        for verdict, labels in groups.items()
+    )
 
 
 def _amount(results: Mapping[str, Any], variant: Mapping[str, Any]) -> str:

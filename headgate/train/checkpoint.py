@@ -12,6 +12,7 @@ schedule and the random state are functions of the step alone and need no place 
 
 import os
 import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -23,7 +24,8 @@ from headgate import config, files
 from headgate.config import Config
 from headgate.errors import HeadgateError
 from headgate.model.decoder import Decoder, header_of
-from headgate.model.tensors import Damaged, read_tensors, verify, write_tensors
+from headgate.model.tensors import Damaged, TensorFile, write_tensors
+from headgate.model.weights import PREFIX
 from headgate.train.distributed import World, fill, whole
 from headgate.train.folder import RunFolder
 from headgate.train.optim import Optimizer
@@ -96,7 +98,7 @@ def find(run: RunFolder, which: str = "last") -> Path:
 def read_state(folder: Path) -> State:
     """The state of a checkpoint, which must be whole and that of its folder."""
     path = folder / "state.json"
-    values = files.unsealed(files.read_json(path), path)
+    values = files.read_sealed(path)
     missing = sorted({f.name for f in fields(State)} - LATER - values.keys())
     if missing:
         raise HeadgateError(f"{str(path)!r} is damaged: it has no {missing[0]!r}")
@@ -109,65 +111,16 @@ def read_state(folder: Path) -> State:
     return state
 
 
+def fits_settings(state: State, settings: Config) -> bool:
+    return not state.config or config.from_dict(Config, state.config) == settings
+
+
 def refuse_other_settings(state: State, settings: Config, run: RunFolder) -> None:
     """Raise if config.json is no longer what the checkpoint was trained with."""
-    if state.config and config.from_dict(Config, state.config) != settings:
+    if not fits_settings(state, settings):
         raise HeadgateError(
             f"{str(run.path / 'config.json')!r} is damaged: it is not what the checkpoints were trained with"
         )
-
-
-def latest(run: RunFolder, asked: Config) -> tuple[State, Path | None, list[str]]:
-    """The latest checkpoint that is whole, and a sentence about each later one that was damaged.
-
-    A damaged one is set aside under another name, since its step will be saved again.
-    """
-    damage: list[str] = []
-    for step in reversed(saved_steps(run)):
-        folder = run.checkpoints / folder_name(step)
-        found = files.kind(folder, follow=False)
-        if found != "a folder":
-            raise HeadgateError(f"{str(folder)!r} is {found}; put the checkpoint's folder itself there")
-        try:
-            state = _whole_state(run, folder, asked)
-        except Damaged as error:
-            damage.append(str(error))
-            continue
-        refuse_other_settings(state, asked, run)
-        for later in [s for s in saved_steps(run) if s > step]:
-            aside = run.checkpoints / f"damaged-{later:08d}"
-            _remove(aside)
-            (run.checkpoints / folder_name(later)).rename(aside)
-        return state, folder, damage
-    if damage:
-        raise HeadgateError(
-            f"{damage[0]}; there is no earlier checkpoint to go back to: bring back a copy, or delete "
-            f"{str(run.path)!r} and begin again"
-        )
-    return State(), None, damage
-
-
-def _whole_state(run: RunFolder, folder: Path, asked: Config) -> State:
-    try:
-        state = read_state(folder)
-        each = asked.train.batch_size * asked.train.accumulation
-        samples = (state.loader or {}).get("samples")
-        if (state.tokens, samples) != (state.step * each * asked.train.context, state.step * each):
-            raise HeadgateError(
-                f"{str(folder / 'state.json')!r} is damaged: {state.tokens} tokens and {samples} samples are "
-                f"not those of {state.step} steps"
-            )
-        if state.digests and set(state.digests) != {MODEL, TRAINING}:
-            raise HeadgateError(f"{str(folder / 'state.json')!r} is damaged: it lacks a file's digest")
-        for name in (MODEL, TRAINING):
-            verify(folder / name, state.digests.get(name))
-        if state.metrics_bytes is not None:
-            run.check_metrics(state.metrics_bytes, state.metrics_digest)
-    except HeadgateError as error:
-        if isinstance(error.__cause__, PermissionError):
-            raise
-        raise Damaged(str(error)) from error
-    return state
 
 
 def save(
@@ -201,7 +154,7 @@ def _write(
             TRAINING: write_tensors(temporary / TRAINING, averages),
         }
         record = config.to_dict(state) | {"digests": digests, "metrics_bytes": size, "metrics_digest": digest}
-        files.write_json(temporary / "state.json", files.sealed(record))
+        files.write_sealed(temporary / "state.json", record)
         _flush(temporary)
         temporary.rename(final)
         _flush(run.checkpoints)
@@ -231,47 +184,118 @@ def _drop(run: RunFolder, state: State, keep: int) -> None:
             shutil.rmtree(doomed)
 
 
-def restore(folder: Path | None, decoder: Decoder, optimizer: Optimizer, world: World) -> None:
-    """Fill the weights and the optimiser from the checkpoint that rank 0 gives, which `latest` has verified;
-    every rank must call it."""
-    remedy = "delete its folder to go on from the checkpoint before"
-    _fill(folder and folder / MODEL, decoder.state_dict(), world, remedy, verified=True)
-    _fill(folder and folder / TRAINING, _training_tensors(decoder, optimizer), world, remedy, verified=True)
+def restore(run: RunFolder, asked: Config, decoder: Decoder, optimizer: Optimizer, world: World) -> State:
+    """Fill the weights and the optimiser from the latest checkpoint that is whole; every rank must call it.
+
+    The weights are verified as they are read, so what was filled in may turn out to be damaged: then the
+    checkpoint before overwrites it. Damaged ones are set aside under another name, since their steps will be
+    saved again.
+    """
+    targets = {MODEL: decoder.state_dict(), TRAINING: _training_tensors(decoder, optimizer)}
+    damage: list[str] = []
+    """A sentence about each checkpoint, from the latest on, that is damaged."""
+    while True:
+        state, folder = world.on_first(lambda: _find_sound(run, asked, targets, damage))
+        if folder is None:
+            return state
+        found = next(filter(None, (_fill(folder / name, targets[name], world) for name in targets)), "")
+        if not found:
+            break
+        damage.append(found)
+    if damage and world.is_first:
+        for later in [step for step in saved_steps(run) if step > state.step]:
+            aside = run.checkpoints / f"damaged-{later:08d}"
+            _remove(aside)
+            (run.checkpoints / folder_name(later)).rename(aside)
+        print(f"headgate: {damage[0]}; going back to step {state.step}", file=sys.stderr)
+    return state
 
 
 def begin_with(file: Path | None, decoder: Decoder, world: World) -> None:
     """Fill the weights from the file that rank 0 gives; every rank must call it."""
-    _fill(file, decoder.state_dict(), world, INIT_REMEDY)
+    damage = _fill(file, decoder.state_dict(), world)
+    if damage:
+        raise HeadgateError(damage)
 
 
 def check_init(file: Path, decoder: Decoder) -> None:
     """Raise unless the file holds the decoder's weights, all of them and no others."""
-    _read(file, decoder.state_dict(), INIT_REMEDY)
+    _require_fit(TensorFile(file, prefix=PREFIX), decoder.state_dict(), INIT_REMEDY)
 
 
-def _fill(
-    file: Path | None, targets: Mapping[str, Tensor], world: World, remedy: str, *, verified: bool = False
+def _find_sound(
+    run: RunFolder, asked: Config, targets: Mapping[str, Mapping[str, Tensor]], damage: list[str]
+) -> tuple[State, Path | None]:
+    """The latest checkpoint in which nothing is wrong as far as that can be seen without reading the weights,
+    and which is not among the damaged ones; these become more by what is found wrong here."""
+    steps = saved_steps(run)[::-1]
+    while len(damage) < len(steps):
+        folder = run.checkpoints / folder_name(steps[len(damage)])
+        found = files.kind(folder, follow=False)
+        if found != "a folder":
+            raise HeadgateError(f"{str(folder)!r} is {found}; put the checkpoint's folder itself there")
+        try:
+            state = read_state(folder)
+            if fits_settings(state, asked):
+                _check(run, folder, asked, state, targets)
+        except HeadgateError as error:
+            if isinstance(error.__cause__, PermissionError):
+                raise
+            damage.append(str(error))
+            continue
+        refuse_other_settings(state, asked, run)
+        return state, folder
+    if damage:
+        raise HeadgateError(
+            f"{damage[0]}; there is no earlier checkpoint to go back to: bring back a copy, or delete "
+            f"{str(run.path)!r} and begin again"
+        )
+    return State(), None
+
+
+def _check(
+    run: RunFolder, folder: Path, asked: Config, state: State, targets: Mapping[str, Mapping[str, Tensor]]
 ) -> None:
-    tensors: Mapping[str, Tensor | None] = dict.fromkeys(targets)
-    if world.is_first:
-        assert file is not None
-        tensors = _read(file, targets, remedy, verified=verified)
-    for key, target in targets.items():
-        fill(target, tensors[key], world)
+    """Raise unless the state, the files beside it and the metrics fit one another."""
+    each = asked.train.batch_size * asked.train.accumulation
+    samples = (state.loader or {}).get("samples")
+    if (state.tokens, samples) != (state.step * each * asked.train.context, state.step * each):
+        raise HeadgateError(
+            f"{str(folder / 'state.json')!r} is damaged: {state.tokens} tokens and {samples} samples are "
+            f"not those of {state.step} steps"
+        )
+    if state.digests and set(state.digests) != set(targets):
+        raise HeadgateError(f"{str(folder / 'state.json')!r} is damaged: it lacks a file's digest")
+    for name, tensors in targets.items():
+        _require_fit(TensorFile(folder / name, state.digests.get(name)), tensors, "it is damaged")
+    if state.metrics_bytes is not None:
+        run.check_metrics(state.metrics_bytes, state.metrics_digest)
 
 
-def _read(
-    path: Path, targets: Mapping[str, Tensor], remedy: str, *, verified: bool = False
-) -> dict[str, Tensor]:
-    tensors = read_tensors(path, verified=verified)
-    for name in sorted(targets.keys() | tensors.keys()):
-        given = tuple(tensors[name].shape) if name in tensors else "missing"
+def _require_fit(file: TensorFile, targets: Mapping[str, Tensor], remedy: str) -> None:
+    for name in sorted(targets.keys() | file.entries.keys()):
+        given = file.entries[name].shape if name in file.entries else "missing"
         expected = tuple(targets[name].shape) if name in targets else "nothing of that name"
         if given != expected:
             raise HeadgateError(
-                f"{str(path)!r} does not fit the run: {name} is {given}, expected {expected}; {remedy}"
+                f"{str(file.path)!r} does not fit the run: {name} is {given}, expected {expected}; {remedy}"
             )
-    return tensors
+
+
+def _fill(path: Path | None, targets: Mapping[str, Tensor], world: World) -> str:
+    """Fill tensors from the file that rank 0 gives; what is wrong with it, for all ranks, if anything is."""
+    damage = ""
+    if world.is_first:
+        assert path is not None
+        file = TensorFile(path, prefix=PREFIX)
+    names = world.on_first(lambda: list(file.entries))
+    tensors = file.read(targets) if world.is_first else ((name, None) for name in names)
+    try:
+        for name, tensor in tensors:
+            fill(targets[name], tensor, world)
+    except Damaged as error:
+        damage = str(error)
+    return world.on_first(lambda: damage)
 
 
 def _training_tensors(decoder: Decoder, optimizer: Optimizer) -> dict[str, Tensor]:

@@ -51,12 +51,14 @@ class World:
         """The sums over all ranks, in double precision; also the point where they wait for one another."""
         if self.size == 1:
             return list(values)
-        return self.sum_tensor(torch.tensor(values, dtype=torch.float64, device=self.device)).tolist()
+        return self.sum_tensor(torch.tensor(values, dtype=torch.float64)).tolist()
 
     def sum_tensor(self, values: Tensor) -> Tensor:
+        """The sums over all ranks, on the CPU."""
         if self.size > 1:
+            values = values.to(self.device)
             dist.all_reduce(values)
-        return values
+        return values.cpu()
 
     def on_first(self, act: Callable[[], T]) -> T:
         """What `act` returns on rank 0, for all; its error is everybody's."""
@@ -74,8 +76,12 @@ class World:
         result: T = outcome[0]
         return result
 
-    def wrap(self, decoder: Decoder, *, shard: bool) -> nn.Module:
-        """The module whose forward and backward passes keep the ranks together."""
+    def wrap(self, decoder: Decoder, *, shard: bool, precision: str = "fp32") -> nn.Module:
+        """The module whose forward and backward passes keep the ranks together.
+
+        Sharded weights are gathered in the precision they are multiplied in, gradients summed in fp32. What
+        goes from layer to layer is left as it is: the tables of RoPE would not bear rounding.
+        """
         if shard:
             if not dist.is_initialized():
                 raise HeadgateError(
@@ -83,17 +89,21 @@ class World:
                     "with torchrun, or leave the option out"
                 )
             from torch.distributed.device_mesh import init_device_mesh
-            from torch.distributed.fsdp import fully_shard
+            from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
             mesh = init_device_mesh(self.device.type, (self.size,))
+            policy = MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16 if precision == "bf16" else None,
+                reduce_dtype=torch.float32,
+                cast_forward_inputs=False,
+            )
             for layer in decoder.layers:
-                fully_shard(layer, mesh=mesh)
-            fully_shard(decoder, mesh=mesh)
+                fully_shard(layer, mesh=mesh, mp_policy=policy)
+            fully_shard(decoder, mesh=mesh, mp_policy=policy)
             return decoder
         if self.size == 1:
             return decoder
-        devices = [self.device.index] if self.device.type == "cuda" else None
-        return nn.parallel.DistributedDataParallel(decoder, device_ids=devices, gradient_as_bucket_view=True)
+        return nn.parallel.DistributedDataParallel(decoder, gradient_as_bucket_view=True)
 
 
 @contextmanager
@@ -115,6 +125,10 @@ def join(device: str | None) -> Iterator[World]:
         raise HeadgateError(
             f"RANK={place} is not below WORLD_SIZE={places}; start the job with torchrun, or unset RANK"
         )
+    if chosen.type == "mps" and int(places) > 1:
+        raise HeadgateError(
+            f"device='mps' is a single GPU, and WORLD_SIZE={places} processes were started; start one"
+        )
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     backend = "nccl" if chosen.type == "cuda" else "gloo"
@@ -132,10 +146,15 @@ def join(device: str | None) -> Iterator[World]:
 
 
 def hold_gradients(model: nn.Module, *, hold: bool) -> AbstractContextManager[None]:
-    """While gradients accumulate, DDP exchanges them once, with the last forward pass."""
-    if hold and isinstance(model, nn.parallel.DistributedDataParallel):
-        context: AbstractContextManager[None] = model.no_sync()
+    """While gradients accumulate, they are exchanged once, with the last forward and backward pass."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        context: AbstractContextManager[None] = model.no_sync() if hold else nullcontext()
         return context
+    if dist.is_initialized():
+        from torch.distributed.fsdp import FSDPModule
+
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(not hold)
     return nullcontext()
 
 

@@ -19,10 +19,12 @@ from headgate.data.shards import check_range, open_split, read_manifest, sha256
 from headgate.data.tokenizers import Tokenizer
 from headgate.errors import HeadgateError
 from headgate.files import finite, kind
+from headgate.machine import avoid_broken_tiles
 from headgate.mechanisms.contract import probe
 from headgate.model.decoder import Decoder, header_config, load, model_file
 from headgate.model.tensors import read_tensors, write_tensors
 from headgate.ops.documents import document_starts
+from headgate.ops.gpu import has_double
 from headgate.train import checkpoint
 from headgate.train.distributed import World, join
 from headgate.train.folder import RunFolder, describe_data, read_config, read_data
@@ -164,8 +166,7 @@ def evaluate(
             targets[~inside] = IGNORED
             how: dict[str, Any] = {}
             if windows.separate:
-                ids = windows.document_ids(mine).to(world.device)
-                how = {"documents": ids, "positions": positions}
+                how = {"documents": windows.document_ids(mine), "positions": positions}
                 how["count_boundaries"] = windows.count_boundaries
             with autocast(world.device, precision):
                 if first == 0:
@@ -183,16 +184,16 @@ def evaluate(
                     marks = windows.marks(mine) if windows.answer_groups else None
                     answers += _by_group(x, targets, loss, right, marks, len(groups))
             place = _positions(how.get("documents"), x)
-            losses.index_add_(0, place, loss.double().flatten().cpu())
-            counted.index_add_(0, place, (targets != IGNORED).double().flatten().cpu())
-    losses, counted = (world.sum_tensor(t.to(world.device)).cpu() for t in (losses, counted))
+            losses.index_add_(0, place, loss.cpu().double().flatten())
+            counted.index_add_(0, place, (targets != IGNORED).cpu().double().flatten())
+    losses, counted = (world.sum_tensor(t) for t in (losses, counted))
     statistics = tuple(
-        _statistics(int(name.split(".")[1]), world.sum_tensor(moments.to(world.device)))
+        _statistics(int(name.split(".")[1]), world.sum_tensor(moments))
         for name, moments in gates.items()
         if name.startswith("layers.") and name.endswith(".gate")
     )
     if windows.has_loss:
-        answers = world.sum_tensor(answers.to(world.device)).cpu()
+        answers = world.sum_tensor(answers)
     total = int(counted.sum())
     mean = losses.sum().item() / max(total, 1)
     split = windows.split
@@ -215,7 +216,7 @@ def evaluate(
 def _positions(documents: Tensor | None, x: Tensor) -> Tensor:
     """Of all tokens (B*T), their positions in their documents."""
     places = torch.arange(x.shape[1]).expand_as(x)
-    starts = None if documents is None else document_starts(documents.cpu())
+    starts = None if documents is None else document_starts(documents)
     return (places if starts is None else places - starts).flatten()
 
 
@@ -233,12 +234,12 @@ class _DocumentSums:
     def add(self, windows: np.ndarray, targets: Tensor, loss: Tensor) -> None:
         counted = (targets != IGNORED).cpu()
         numbers = self.windows.target_documents(windows)[counted]
-        values = torch.stack([loss.double().cpu()[counted], torch.ones(len(numbers), dtype=torch.float64)])
+        values = torch.stack([loss.cpu().double()[counted], torch.ones(len(numbers), dtype=torch.float64)])
         self.sums.index_add_(1, numbers, values)
 
     def total(self) -> DocumentLosses:
         """Over all ranks."""
-        loss, tokens = self.world.sum_tensor(self.sums.to(self.world.device)).cpu()
+        loss, tokens = self.world.sum_tensor(self.sums)
         seen = torch.nonzero(tokens).squeeze(1)
         return DocumentLosses(loss[seen].numpy(), tokens[seen].long().numpy(), seen.numpy())
 
@@ -286,7 +287,7 @@ def _by_group(
         far = torch.from_numpy(distances(x.cpu().numpy(), targets.cpu().numpy(), asked.numpy()))[asked]
         firsts = torch.tensor([first for first, _ in position_bins(x.shape[1])])
         group = torch.bucketize(far, firsts, right=True) - 1
-    values = torch.stack([asked.double(), loss.double().cpu(), right.double().cpu()])[:, asked]
+    values = torch.stack([asked.double(), loss.cpu().double(), right.cpu().double()])[:, asked]
     return torch.zeros(3, groups, dtype=torch.float64).index_add_(1, group, values)
 
 
@@ -314,6 +315,8 @@ def _answers(sums: Tensor, groups: tuple[AnswerGroup, ...]) -> Answers:
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:
+    if device.type == "cpu" and precision == "bf16":
+        avoid_broken_tiles()
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
 
 
@@ -474,7 +477,7 @@ def _uncompiled(decoder: Decoder) -> Iterator[None]:
 
 def _moments(gate: Tensor) -> Tensor:
     """Of each head of a gate (B,T,H): count, sum, sum of squares, how many below 0.1 and above 0.9: (5,H)."""
-    values = gate.double().flatten(0, 1)
+    values = (gate if has_double(gate.device) else gate.cpu()).double().flatten(0, 1)
     below, above = (values < 0.1).double(), (values > 0.9).double()
     return torch.stack([t.sum(0) for t in (torch.ones_like(values), values, values.square(), below, above)])
 

@@ -143,7 +143,7 @@ class RunFolder:
             files.write_text(self.path / "tokenizer.json", files.read_text(tokenizer))
         config.save(data, self.path / "data.json")
         if init is not None:
-            config.save(init, self.path / "init.json")
+            config.save(init, self.path / "init.json", seal=True)
         config.save(asked, self.path / "config.json")  # last: a folder that has it is whole
 
     def forget(self) -> None:
@@ -183,7 +183,7 @@ class RunFolder:
 
     def init(self) -> InitRecord | None:
         path = self.path / "init.json"
-        return config.load(InitRecord, path) if path.is_file() else None
+        return None if files.is_missing(path) else config.load(InitRecord, path)
 
     def check_metrics(self, size: int, digest: str) -> None:
         """Raise unless metrics.jsonl still begins with the bytes that it had at a checkpoint."""
@@ -230,14 +230,14 @@ class RunFolder:
         """The end of the run, sealed, with how the metrics looked at it."""
         size, digest = self.sync_metrics()
         whole = {**summary, "metrics_bytes": size, "metrics_digest": digest}
-        files.write_json(self.summary, files.sealed(whole))
+        files.write_sealed(self.summary, whole)
 
     def read_summary(self) -> dict[str, Any]:
         """What a finished run has to say; raises where it, or the metrics behind it, are no longer what was
         written."""
         again = "delete it, and the command that trained the run writes it again"
         try:
-            summary = files.unsealed(files.read_json(self.summary), self.summary)
+            summary = files.read_sealed(self.summary)
         except HeadgateError as error:
             raise HeadgateError(f"{error}; {again}") from error
         final = summary.get("final")

@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,9 +32,10 @@ from headgate.data.shards import Split, open_split
 from headgate.errors import HeadgateError
 from headgate.machine import keep_memory, memory, memory_peak
 from headgate.model.decoder import Decoder
+from headgate.ops.documents import send_ids
+from headgate.ops.gpu import send
 from headgate.progress import Progress, duration
 from headgate.train import checkpoint
-from headgate.train.checkpoint import State
 from headgate.train.distributed import World, hold_gradients, join
 from headgate.train.evaluate import autocast, evaluate, write_document_losses
 from headgate.train.folder import (
@@ -81,7 +82,7 @@ def train(
     keep_memory()
     check_trackers(options.track)
     with join(options.device) as world, ExitStack() as stack:
-        share = world.share(asked.train.batch_size)
+        world.share(asked.train.batch_size)  # or one sentence about what cannot be shared out
         splits = [open_split(data, name, verify=world.is_first) for name in ("train", "val")]
         record = describe_data(data, *splits)
         check_fit(asked, record, *splits)
@@ -92,26 +93,11 @@ def train(
                 steps = f"all {asked.train.steps:,} steps are done"
                 print(f"{str(run.path)!r} is finished: {steps}", file=sys.stderr)
             return Outcome(asked.train.steps, None)
-        _refuse_too_large(asked.model, world, shard=options.shard)
+        refuse_too_large(asked.model, world, shard=options.shard)
         decoder = Decoder(asked.model, seed=asked.seed)
-        state, folder, first = world.on_first(lambda: _claim(run, asked, record, init, decoder, stack))
-        loader = Loader(
-            splits[0],
-            length=asked.train.context,
-            batch_size=share,
-            seed=asked.seed,
-            rank=world.rank,
-            ranks=world.size,
-            document_ids=asked.train.documents == "mask",
-            count_boundaries=asked.train.boundaries == "count",
-            packing=asked.train.packing,
-            state=state.loader,
-        )
-        trainer = Trainer(asked, options, world, run, decoder, loader, splits[1], state)
-        if folder is not None:
-            checkpoint.restore(folder if world.is_first else None, decoder, trainer.optimizer, world)
-        elif first is not None:
-            checkpoint.begin_with(first if world.is_first else None, decoder, world)
+        first = world.on_first(lambda: _claim(run, asked, record, init, decoder, stack))
+        trainer = Trainer(asked, options, world, run, decoder, splits)
+        trainer.resume(first)
         return trainer.run()
 
 
@@ -123,10 +109,9 @@ class Trainer:
         world: World,
         run: RunFolder,
         decoder: Decoder,
-        loader: Loader,
-        val: Split,
-        state: State,
+        splits: Sequence[Split],
     ) -> None:
+        """`splits` are those to train on and to evaluate on."""
         self.config, self.options, self.world, self.folder = asked, options, world, run
         self.decoder = decoder.to(world.device)
         self.decoder.recompute = options.recompute
@@ -136,15 +121,35 @@ class Trainer:
             for mechanism in mechanisms_of(self.decoder):
                 # Documents one at a time have ever other lengths, and each would be compiled anew.
                 vars(mechanism)["_run_by_document"] = torch.compiler.disable(mechanism._run_by_document)
-        self.model = world.wrap(self.decoder, shard=options.shard)
+        self.model = world.wrap(self.decoder, shard=options.shard, precision=asked.train.precision)
         self.optimizer = make_optimizer(self.decoder, asked.train)
         self.parameters: list[Tensor] = list(self.decoder.parameters())
-        self.loader, self.val = loader, validation_windows(val, asked.train.context, asked.train)
-        self.state = state
-        self.saved_step = state.step
-        self._saved_at = time.monotonic()
+        self.tokens, self.val = splits[0], validation_windows(splits[1], asked.train.context, asked.train)
         self._paths_before = Counter(ops.paths_taken())
-        self._paths_told = Counter(state.paths)
+
+    def resume(self, first: Path | None) -> None:
+        """Begin where the folder's latest checkpoint ends, or else with the weights in `first`, which rank 0
+        gives; every rank must call it."""
+        train, world = self.config.train, self.world
+        self.state = checkpoint.restore(self.folder, self.config, self.decoder, self.optimizer, world)
+        if first is not None and not self.state.step:
+            checkpoint.begin_with(first if world.is_first else None, self.decoder, world)
+        self.loader = Loader(
+            self.tokens,
+            length=train.context,
+            batch_size=world.share(train.batch_size),
+            seed=self.config.seed,
+            rank=world.rank,
+            ranks=world.size,
+            document_ids=train.documents == "mask",
+            count_boundaries=train.boundaries == "count",
+            packing=train.packing,
+            state=self.state.loader,
+        )
+        world.on_first(lambda: _open_metrics(self.folder, self.state.step))
+        self.saved_step = self.state.step
+        self._saved_at = time.monotonic()
+        self._paths_told = Counter(self.state.paths)
         self._clock = time.perf_counter()
 
     def run(self) -> Outcome:
@@ -193,7 +198,8 @@ class Trainer:
         scale = world.size / max(1.0, world.sum([counted])[0])
         loss_sum = torch.zeros((), device=world.device)
         for n, batch in enumerate(batches):
-            tokens, targets, *ids = (t.to(world.device) for t in batch)
+            tokens, targets = (send(t, world.device) for t in batch[:2])
+            ids = [send_ids(t, world.device) for t in batch[2:]]
             with hold_gradients(self.model, hold=n + 1 < len(batches)):
                 with autocast(world.device, train.precision):
                     loss = self.model(
@@ -404,9 +410,8 @@ def _claim(
     init: str | os.PathLike[str] | None,
     decoder: Decoder,
     stack: ExitStack,
-) -> tuple[State, Path | None, Path | None]:
-    """Make the run folder ours; the state to start from, and the checkpoint that it comes from, or the file
-    whose weights it begins with."""
+) -> Path | None:
+    """Make the run folder ours; the file whose weights it begins with, if it has any and no checkpoint."""
     try:
         begun = None if init is None else describe_init(init)
         if begun is not None:
@@ -417,19 +422,22 @@ def _claim(
         stack.callback(run.close)
         run.claim(asked, record, begun)
         run.sweep()
-        state, folder, damage = checkpoint.latest(run, asked)
-        if damage:
-            print(f"headgate: {damage[0]}; going back to step {state.step}", file=sys.stderr)
-        first = Path(begun.file) if begun is not None else _first_weights(run, decoder)
-        run.open_metrics(state.step)
+        return Path(begun.file) if begun is not None else _first_weights(run, decoder)
     except OSError as error:
         raise HeadgateError(
             f"{str(error.filename or run.path)!r} cannot be written: {error.strerror}"
         ) from error
-    return state, folder, first
 
 
-def _refuse_too_large(model: ModelConfig, world: World, *, shard: bool) -> None:
+def _open_metrics(run: RunFolder, step: int) -> None:
+    try:
+        run.open_metrics(step)
+    except OSError as error:
+        path = run.path / "metrics.jsonl"
+        raise HeadgateError(f"{str(path)!r} cannot be written: {error.strerror}") from error
+
+
+def refuse_too_large(model: ModelConfig, world: World, *, shard: bool) -> None:
     """Raise, before anything is allocated, if the weights and the optimiser's state cannot fit the memory."""
     with torch.device("meta"):
         few = Decoder(replace(model, n_layers=min(model.n_layers, len(model.mechanism))))

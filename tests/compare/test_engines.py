@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -61,7 +62,7 @@ def run(words: list[str], environment: dict[str, str] | None = None) -> None:
 
 
 def judged(folder: Path) -> Any:
-    """results.json without what the machine decides."""
+    """results.json without what the machine decides, and whatever folder the study lies in."""
 
     def strip(value: Any) -> Any:
         if isinstance(value, dict):
@@ -73,7 +74,7 @@ def judged(folder: Path) -> Any:
         return [strip(item) for item in value] if isinstance(value, list) else value
 
     text = json.dumps(strip(json.loads((folder / "results.json").read_text())))
-    return json.loads(text.replace(str(folder), "STUDY"))
+    return json.loads(text.replace(str(folder.parent), "HERE"))
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +86,15 @@ def here(data: Path, micro: Config, tmp_path_factory: pytest.TempPathFactory) ->
     return recipe, judged(folder / "study")
 
 
+def beside(here: tuple[Path, Any], folder: Path) -> tuple[Path, Any]:
+    """The same with the recipe in `folder`, so that commands from there name it alike."""
+    return Path(shutil.copy(here[0], folder)), here[1]
+
+
 def test_slurm_gives_the_same_and_outlives_the_command(
     on_slurm: dict[str, str], here: tuple[Path, Any], data: Path, tmp_path: Path
 ) -> None:
-    recipe, expected = here
+    recipe, expected = beside(here, tmp_path)
     out = tmp_path / "study"
     words = [*compare_words(out, data, recipe), "--on", "slurm"]
     front = subprocess.Popen([sys.executable, "-m", "headgate", *words], env=on_slurm)
@@ -105,7 +111,7 @@ def test_slurm_gives_the_same_and_outlives_the_command(
 def test_a_cancelled_job_is_taken_up_again(
     on_slurm: dict[str, str], here: tuple[Path, Any], data: Path, tmp_path: Path
 ) -> None:
-    recipe, expected = here
+    recipe, expected = beside(here, tmp_path)
     out = tmp_path / "study"
     words = [*compare_words(out, data, recipe), "--on", "slurm"]
     front = subprocess.Popen([sys.executable, "-m", "headgate", *words], env=on_slurm)
@@ -118,7 +124,7 @@ def test_a_cancelled_job_is_taken_up_again(
 def test_ray_gives_the_same_though_a_worker_dies(
     on_ray: str, here: tuple[Path, Any], data: Path, tmp_path: Path
 ) -> None:
-    recipe, expected = here
+    recipe, expected = beside(here, tmp_path)
     out = tmp_path / "study"
     words = [*compare_words(out, data, recipe), "--on", "ray", "--ray-address", on_ray]
     front = subprocess.Popen([sys.executable, "-m", "headgate", *words])
@@ -133,7 +139,7 @@ def test_ray_gives_the_same_though_a_worker_dies(
 def test_begun_here_and_finished_elsewhere(
     on_slurm: dict[str, str], here: tuple[Path, Any], data: Path, tmp_path: Path
 ) -> None:
-    recipe, expected = here
+    recipe, expected = beside(here, tmp_path)
     out = tmp_path / "study"
     words = compare_words(out, data, recipe)
     front = subprocess.Popen([sys.executable, "-m", "headgate", *words, "--jobs", "1"])

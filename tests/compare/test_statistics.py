@@ -198,14 +198,15 @@ def test_a_document_counts_by_its_tokens() -> None:
     assert without.error < found.error  # two documents are few, and that was not known
 
 
-def test_an_error_of_two_parts_has_behrens_and_fishers_distribution() -> None:
+def test_an_error_of_two_parts_has_the_distribution_of_ghosh_and_kim() -> None:
+    """Their posterior, sampled: true variances given the estimated ones, weighted by the matching prior."""
     estimate = Estimate(0.02, VariancePart(0.3e-4, 2), VariancePart(0.7e-4, 10))
-    draw = np.random.default_rng(0)
-    errors = math.sqrt(0.3e-4) * draw.standard_t(2, 400_000) + math.sqrt(0.7e-4) * draw.standard_t(
-        10, 400_000
-    )
-    assert estimate.p == pytest.approx((abs(errors) >= 0.02).mean(), rel=0.02)
-    assert estimate.half(0.05) == pytest.approx(np.quantile(abs(errors), 0.95), rel=0.02)
+    draw, count = np.random.default_rng(0), 1_000_000
+    one, other = 0.3e-4 * 2 / draw.chisquare(2, count), 0.7e-4 * 10 / draw.chisquare(10, count)
+    errors, weights = draw.normal(0, np.sqrt(one + other)), 1 / one + 1 / other
+    assert estimate.p == pytest.approx(np.average(abs(errors) >= 0.02, weights=weights), rel=0.02)
+    beyond = np.average(abs(errors) >= estimate.half(0.05), weights=weights)
+    assert beyond == pytest.approx(0.05, rel=0.02)
     assert estimate.tail(estimate.half(1e-4)) == pytest.approx(1e-4, rel=1e-6)
     one_part = Estimate(0.02, VariancePart(1e-4, 5), VariancePart(1e-12, 50))
     assert one_part.half(0.05) == pytest.approx(stats.t.ppf(0.975, 5) * 0.01, rel=1e-3)

@@ -13,6 +13,7 @@ import pytest
 from study_examples import CLAIM, LABEL, SETTINGS, asked, write_recipe
 from waiting import HANG, wait_until
 
+from headgate.compare import commands as commands_module
 from headgate.compare import results as results_module
 from headgate.compare import study as study_module
 from headgate.compare.results import differences_to, study_results
@@ -263,7 +264,7 @@ def test_what_no_run_could_train_on_is_refused_before_the_first(
 
 
 def test_the_page_names_the_commands_that_make_it_again() -> None:
-    options = results_module._prepare_options
+    options = commands_module._prepare_options
     text = {"tokenizer": "bpe:9", "text_column": "text", "splits": [80, 10, 10], "dedup": False}
     assert options(text | {"max_tokens": None, "end_of_text": None}) == ["--tokenizer", "bpe:9"]
     asked_for = {
@@ -305,7 +306,7 @@ def test_own_claims_stay_with_the_study(study: Path, tmp_path: Path) -> None:
         "| mine | \\<i\\>Ours\\</i\\> | loss | 4.90 ± 0.01 against 5.00" in (study / "papers.md").read_text()
     )
     command = read_results(study)["commands"]["compare"]
-    assert command[command.index("--claims") + 1] == str(study / "claims.json")
+    assert command[command.index("--claims") + 1] == f"{study.name}/claims.json"
 
 
 def test_bad_claims_are_refused_before_anything_is_trained(data: Path, micro: Config, tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from study_examples import SUITE_OPTIONS, SUITE_SETTINGS, TASK
 
 from headgate.compare.suite import run_suite, suite_tasks
 from headgate.compare.suite_plan import SuitePlan, best_rate, judged_runs, tuning_runs
@@ -17,15 +19,11 @@ from headgate.errors import HeadgateError
 from headgate.report.suite_page import suite_page, write_suite_page
 from headgate.train.folder import IN_FINAL, IN_SUMMARY
 
-TASK = "mqar:length=16,pairs=[2,4],keys=6,values=4,filler=2"
-SHORT = ("train.steps=3", "train.batch_size=2", "model.d_model=32", "model.head_dim=16", "model.d_mlp=32")
-OPTIONS = SuiteOptions(tasks=TASK, rates="0.01,0.02", seeds=1, jobs=2)
-
 
 @pytest.fixture(scope="module")
-def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def suite(finished_suite: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("suite") / "suite"
-    assert run_suite(["full@<b>all</b>"], out, SHORT, OPTIONS)
+    shutil.copytree(finished_suite, out)
     return out
 
 
@@ -62,12 +60,16 @@ def test_its_tables_and_page(suite: Path) -> None:
     page = write_suite_page(suite).read_text()
     assert "&lt;b&gt;all&lt;/b&gt;" in page
     assert "<b>all" not in page
+    command = results_of(suite)["command"]
+    assert command[command.index("--tasks") + 1] == TASK
+    assert command[command.index("--out") + 1] == "suite"
+    assert command[-len(SUITE_SETTINGS) :] == list(SUITE_SETTINGS)
 
 
 def test_it_resumes_without_training_anew(suite: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in suite.rglob("summary.json")}
     assert len(before) == 3
-    assert run_suite(["full@<b>all</b>"], suite, SHORT, OPTIONS)
+    assert run_suite(["full@<b>all</b>"], suite, SUITE_SETTINGS, SUITE_OPTIONS)
     assert {path: path.stat().st_mtime_ns for path in suite.rglob("summary.json")} == before
 
 
@@ -83,15 +85,15 @@ def test_it_resumes_without_training_anew(suite: Path) -> None:
 )
 def test_what_does_not_fit_is_refused(suite: Path, changed: dict[str, str], words: str | None) -> None:
     if words is None:  # another task is another folder, and extends the suite
-        assert len(suite_tasks(replace(OPTIONS, **changed), SHORT)) == 2
+        assert len(suite_tasks(replace(SUITE_OPTIONS, **changed), SUITE_SETTINGS)) == 2
         return
     with pytest.raises(HeadgateError, match=words):
-        run_suite(["full@<b>all</b>"], suite, SHORT, replace(OPTIONS, **changed))
+        run_suite(["full@<b>all</b>"], suite, SUITE_SETTINGS, replace(SUITE_OPTIONS, **changed))
 
 
 def test_settings_that_differ_are_refused(suite: Path) -> None:
     with pytest.raises(HeadgateError, match=r"model\.d_mlp=32 and not 64"):
-        run_suite(["full@<b>all</b>"], suite, (*SHORT[:-1], "model.d_mlp=64"), OPTIONS)
+        run_suite(["full@<b>all</b>"], suite, (*SUITE_SETTINGS[:-1], "model.d_mlp=64"), SUITE_OPTIONS)
 
 
 def test_every_task_is_in_the_suite_and_some_in_its_short_form() -> None:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from headgate.compare.tables import conditions, headline, verdicts
+from headgate.compare.tables import _fitting, conditions, headline, verdicts
 
 
 def study(*verdicts: str, relative: float | None = 0.05) -> dict[str, Any]:
@@ -79,3 +79,13 @@ def test_a_tuned_study_gives_both_verdicts() -> None:
     words = verdicts(results)
     assert words.startswith("Tuned alike: v1 (+5.0% loss) is worse than full; v0 is not shown to differ")
     assert words.endswith("As published, untuned: v0 (+5.0% loss) and v1 (+5.0% loss) are better than full.")
+
+
+def test_a_narrow_terminal_gets_the_columns_that_matter() -> None:
+    columns = ["variant", "loss, untuned", "difference", "p", "verdict, untuned", "speed", "parameters"]
+    widths = [14, 15, 17, 5, 19, 5, 9]
+    assert _fitting(columns, widths, 200) == list(range(7))
+    assert [columns[n] for n in _fitting(columns, widths, 80)] == [
+        "variant", "loss, untuned", "difference", "verdict, untuned", "speed",
+    ]  # fmt: skip
+    assert _fitting(columns, widths, 5) == [0]  # a name at least, however it wraps

@@ -176,6 +176,18 @@ def test_an_optimum_at_the_edge_extends_the_space_for_all(tuner: Callable[..., T
     assert flat.space[0].low == 0.001
 
 
+def test_a_recipe_at_the_edge_of_the_space_is_at_an_edge_too(tuner: Callable[..., Tuner]) -> None:
+    def high(label: str, rate: float, step: int) -> float:
+        return 5 + math.log(rate / 0.05) ** 2
+
+    space = "train.learning_rate=0.001..0.021"  # the recipe has 0.02
+    one = tuner(Pretence(high), tune=4, space=space)
+    tuned = one.tune()["full"]
+    assert one.space[0].high > 0.05
+    assert tuned.winner.round == 1
+    assert Dimension("train.attention_output_rate", 0.05, 20).side(0.0) == "low"
+
+
 def test_trials_that_diverge_lose(tuner: Callable[..., Tuner]) -> None:
     def fragile(label: str, rate: float, step: int) -> float:
         return math.inf if rate > 0.005 else 5 + rate

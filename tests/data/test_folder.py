@@ -75,12 +75,12 @@ def test_a_folder_with_other_things_in_it_is_left_alone(tmp_path: Path) -> None:
     write_mixed(tmp_path / "in")
     (tmp_path / "out" / "train").mkdir(parents=True)
     (tmp_path / "out" / "train" / "cluster.ds").write_bytes(b"precious")
-    with pytest.raises(HeadgateError, match="holds 'train', which is not of a prepare"):
+    with pytest.raises(HeadgateError, match=r"holds 'train' but no manifest.json"):
         prepare(Request(str(tmp_path / "in"), "byte"), tmp_path / "out")
     assert tree(tmp_path / "out") == {"train/cluster.ds": b"precious"}
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / ".notes.tmp").write_bytes(b"precious")
-    with pytest.raises(HeadgateError, match=r"holds '.notes.tmp', which is not of a prepare"):
+    with pytest.raises(HeadgateError, match=r"holds '.notes.tmp' but no manifest.json"):
         prepare(Request(str(tmp_path / "in"), "byte"), tmp_path / "foreign")
     assert tree(tmp_path / "foreign") == {".notes.tmp": b"precious"}
 

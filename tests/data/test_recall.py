@@ -147,7 +147,7 @@ def test_in_the_current_folder(
     monkeypatch.chdir(tmp_path / "val")
     code, _, errors = headgate("prepare", SOURCE, ".")
     assert code == 2
-    assert "holds '00000.ds', which is not of a prepare; choose another folder" in errors
+    assert "holds '00000.ds' but no manifest.json; choose another folder" in errors
 
 
 def test_two_at_once_are_kept_apart(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,13 +16,20 @@ from typing import Any
 SOURCE = Path(__file__).with_name("absent_gpu.cpp")
 
 
-def build(folder: Path) -> Path:
-    """The library, compiled into this folder in two seconds."""
+def build(folder: Path, device: str) -> Path:
+    """The library with a "cuda" or an "mps", compiled into this folder in two seconds."""
     spec = find_spec("torch")
     assert spec is not None
     assert spec.origin is not None
-    torch, library = Path(spec.origin).parent, folder / "absent_gpu.so"
-    options = ["-O0", "-std=c++20", "-shared", "-fPIC", f"-I{torch}/include", f"-L{torch}/lib"]
+    torch, library = Path(spec.origin).parent, folder / f"absent_{device}.so"
+    options = ["-DAPPLE"] * (device == "mps") + [
+        "-O0",
+        "-std=c++20",
+        "-shared",
+        "-fPIC",
+        f"-I{torch}/include",
+        f"-L{torch}/lib",
+    ]
     needs = ["-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch}/lib"]
     subprocess.run(["c++", *options, str(SOURCE), *needs, "-o", str(library)], check=True)
     return library
@@ -35,6 +42,7 @@ def load(library: str) -> None:
 
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
     torch.cuda.is_bf16_supported = lambda *args, **options: True
+    torch.backends.mps.is_macos_or_newer = lambda *args: True
 
 
 class Lowered(Exception):

@@ -1,6 +1,7 @@
 // A GPU that is not there: enough of a device for PyTorch's CPU build to take tensors without values through autocast,
-// autograd and optimisers as "cuda". No kernel runs. It must be loaded before torch, which asks once for its hooks.
+// autograd and optimisers as "cuda" or "mps". No kernel runs. It must be loaded before torch, which asks once for its hooks.
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/detail/MPSHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 namespace at {
@@ -21,8 +22,20 @@ struct CUDAHooks : CUDAHooksInterface {
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
 };
 
-struct AbsentGuard final : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
-  static c10::Device only() { return {c10::DeviceType::CUDA, 0}; }
+// Apple's, for what has no double precision.
+struct MPSHooks : MPSHooksInterface {
+  void init() const override {}
+  bool hasMPS() const override { return true; }
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool isOnMacOSorNewer(unsigned, unsigned) const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  c10::DeviceIndex deviceCount() const override { return 1; }
+};
+
+template <c10::DeviceType TYPE>
+struct AbsentGuard final : c10::impl::NoOpDeviceGuardImpl<TYPE> {
+  static c10::Device only() { return {TYPE, 0}; }
   static c10::Stream stream() { return c10::Stream(c10::Stream::DEFAULT, only()); }
   c10::Device exchangeDevice(c10::Device) const override { return only(); }
   c10::Device getDevice() const override { return only(); }
@@ -37,7 +50,13 @@ struct AbsentGuard final : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA>
   bool queryEvent(void*) const override { return true; }
 };
 
+// PyTorch takes only one of them.
+#ifdef APPLE
+REGISTER_MPS_HOOKS(MPSHooks)
+C10_REGISTER_GUARD_IMPL(MPS, AbsentGuard<c10::DeviceType::MPS>)
+#else
 REGISTER_CUDA_HOOKS(CUDAHooks)
-C10_REGISTER_GUARD_IMPL(CUDA, AbsentGuard)
+C10_REGISTER_GUARD_IMPL(CUDA, AbsentGuard<c10::DeviceType::CUDA>)
+#endif
 
 }  // namespace at

@@ -1,6 +1,6 @@
 """Every mechanism through every mode on a GPU that is not there (see absent.py); one line of JSON for each.
 
-python modes.py LIBRARY [MECHANISM ...]
+python modes.py LIBRARY cuda|mps [MECHANISM ...]
 """
 
 import sys
@@ -14,24 +14,33 @@ import json
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.attention.flex_attention as torch_flex
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode,
+    _pop_mode_temporarily,
+)
+from torch.utils._pytree import tree_leaves
 
 import headgate
 from headgate import ops
 from headgate.config import ModelConfig
-from headgate.mechanisms import MECHANISMS
+from headgate.mechanisms import MECHANISMS, contract
 from headgate.mechanisms.contract import probe, skipping
+from headgate.model import decoder as decoder_module
 from headgate.model.cache import Cache
 from headgate.model.decoder import Decoder
-from headgate.ops import flex
-from headgate.train.evaluate import _uncompiled, autocast
+from headgate.ops import documents, flex
+from headgate.ops.span import tiled
+from headgate.train.evaluate import _moments, _uncompiled, autocast
 
 LENGTH = 260
 CONFIG = ModelConfig(
@@ -44,7 +53,7 @@ CONFIG = ModelConfig(
     d_mlp=96,
     shared_options={"window": 40, "max_window": 60, "dense_prefix": 50, "block": 16, "stride": 8},
 )
-GPU = torch.device("cuda")
+GPU = torch.device(sys.argv[2] if __name__ == "__main__" else "cuda")
 
 
 def some(batch: int, length: int) -> Tensor:
@@ -60,6 +69,29 @@ def train(decoder: Decoder, precision: str = "bf16") -> None:
     for name, parameter in decoder.named_parameters():
         assert parameter.grad is not None, f"{name} has no gradient"
     torch.optim.AdamW(decoder.parameters(), lr=1e-3).step()
+
+
+def packed(decoder: Decoder) -> None:
+    """Several documents in a row. Where they begin is known on the CPU, where alone it has values."""
+    tokens, starts = some(2, LENGTH), some(2, LENGTH)
+    with unset_fake_temporarily():
+        ids = torch.arange(LENGTH).div(70, rounding_mode="floor").expand(2, -1)
+        documents._on_host[starts] = documents.document_starts(ids)
+
+    def with_values(run: Callable[..., Any]) -> Callable[..., Any]:
+        def on_host(*given: Any) -> list[Any]:
+            with unset_fake_temporarily():
+                return list(run(*given))
+
+        return on_host
+
+    with (
+        patch.object(decoder_module, "document_starts", lambda ids, device: ids),
+        patch.object(contract, "lengths", with_values(documents.lengths)),
+        patch.object(tiled, "stretches", with_values(documents.stretches)),
+        autocast(GPU, "bf16"),
+    ):
+        decoder(tokens, tokens, documents=starts, reduction="sum").backward()
 
 
 def recompute(decoder: Decoder) -> None:
@@ -81,8 +113,11 @@ def train_compiled(decoder: Decoder) -> None:
 def evaluate_compiled(decoder: Decoder) -> None:
     compiled(decoder)
     tokens = some(2, LENGTH)
-    with torch.no_grad(), autocast(GPU, "bf16"), probe(decoder), _uncompiled(decoder):
+    with torch.no_grad(), autocast(GPU, "bf16"), probe(decoder) as seen, _uncompiled(decoder):
         loss = decoder(tokens, tokens, reduction="none")
+    for name, values in seen.items():
+        if name.endswith(".gate"):
+            _moments(values[0])
     assert loss.dtype == torch.float32, f"the loss is {loss.dtype}"
 
 
@@ -123,6 +158,18 @@ def ragged(decoder: Decoder) -> None:
             decoder.hidden(some(2, 1), cache=cache)
 
 
+def generate(decoder: Decoder) -> None:
+    """Every token waits for the device once; Apple's, for which tokens are drawn on the CPU, twice."""
+    most = 1 if GPU.type == "cuda" else 2
+    prompts = [[1] * length for length in (9, 40, 9)]
+    waited = []
+    for count in (2, 8):
+        with Waits(allowed=True) as waits:
+            decoder.generate(prompts, count, top_p=0.9, min_p=0.01, repetition_penalty=1.1)
+        waited.append(waits.count)
+    assert waited[1] - waited[0] <= 6 * most, f"6 tokens took {waited[1] - waited[0]} waits for the device"
+
+
 def skip(decoder: Decoder) -> None:
     if not any(layer.attention.mechanism.skips for layer in decoder.layers):
         return
@@ -135,13 +182,70 @@ MODES: dict[str, Callable[[Decoder], None]] = {
     "train fp32": lambda decoder: train(decoder, "fp32"),
     "--compile": train_compiled,
     "--recompute": recompute,
+    "--shard": train,
+    "documents": packed,
     "evaluate after --compile": evaluate_compiled,
     "prefill": prefill,
     "prefill fp32": prefill_fp32,
     "decode": decode,
     "ragged": ragged,
+    "generate": generate,
     "skip_below": skip,
 }
+HALF = ("--shard", "prefill", "decode", "ragged", "generate", "skip_below")
+"""Those of models whose weights are in bf16, as FSDP2 gathers them."""
+PLAIN = ("train fp32", "train bf16", "prefill fp32", "decode", "generate")
+"""Those of a device on which nothing is compiled."""
+
+
+aten = torch.ops.aten
+VALUES = (aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default)
+
+
+class Waits(TorchDispatchMode):
+    """Counts what makes the host wait for the device: a value that is asked for, a copy from or to memory
+    that is not pinned. Unless they are allowed, one is an error. A value that is asked for is 1."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, *, allowed: bool = False) -> None:
+        super().__init__()
+        self.count, self.allowed = 0, allowed
+
+    def note(self, what: str) -> None:
+        self.count += 1
+        assert self.allowed, f"the host waits for the device: {what}"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if func in VALUES and isinstance(given[0], FakeTensor):
+            if given[0].device.type != "cpu":
+                self.note("a value")
+            return 1
+        if func in (aten._pin_memory.default, aten.pin_memory.default):
+            return given[0].clone()
+        result = func(*args, **(kwargs or {}))
+        made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        is_double = any(t.dtype == torch.float64 and t.device.type == "mps" for t in made)
+        assert not is_double, f"{func} makes a tensor in double precision"
+        places = {t.device.type for t in (*given, *made) if t.dim() or t.device.type != "cpu"}
+        is_copy = func in (aten._to_copy.default, aten.copy_.default)
+        blocking = is_copy and not (kwargs or {}).get("non_blocking", len(args) > 2 and args[2])
+        if len(places) > 1 and (blocking or func is aten.index.Tensor):
+            self.note(f"{func} between {' and '.join(sorted(places))}")
+        return result
+
+
+@contextmanager
+def values_from_nowhere() -> Iterator[None]:
+    """A list of what is on the device is one wait for all of it."""
+
+    def tolist(t: FakeTensor) -> list[int]:
+        assert t.dim() == 1
+        return [int(t[0])] * len(t)
+
+    with patch.object(FakeTensor, "tolist", tolist):
+        yield
 
 
 @contextmanager
@@ -150,7 +254,9 @@ def flex_as_it_would_be() -> Iterator[None]:
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         has_kernel(q, k, options["block_mask"], options.get("kernel_options") or {})
-        return torch_flex.flex_attention(q, k, v, **options)
+        counting = isinstance(_get_current_dispatch_mode(), Waits)  # which cannot be traced
+        with _pop_mode_temporarily() if counting else nullcontext():
+            return torch_flex.flex_attention(q, k, v, **options)
 
     before = flex._compiled
     flex._compiled = lambda: attend
@@ -176,14 +282,14 @@ def has_kernel(q: Tensor, k: Tensor, mask: Any, options: dict[str, Any]) -> None
 def outcome(mechanism: str, mode: str) -> dict[str, Any]:
     before, error = ops.paths_taken(), None
     try:
-        with FakeTensorMode(), flex_as_it_would_be():
-            half = mode in ("prefill", "decode", "ragged", "skip_below")
-            torch.set_default_dtype(torch.bfloat16 if half else torch.float32)
+        with FakeTensorMode(), flex_as_it_would_be(), values_from_nowhere():
+            torch.set_default_dtype(torch.bfloat16 if mode in HALF else torch.float32)
             with GPU:
                 layers = 2 if MECHANISMS.get(mechanism).uses_first_values else 1
                 decoder = headgate.build_model(replace(CONFIG, n_layers=layers), mechanism)
             torch.set_default_dtype(torch.float32)
-            MODES[mode](decoder)
+            with nullcontext() if mode in ("generate", "--compile", "evaluate after --compile") else Waits():
+                MODES[mode](decoder)
     except Exception as raised:
         error = "".join(traceback.format_exception(raised))
     taken = [path for path, count in ops.paths_taken().items() if count > before.get(path, 0)]
@@ -192,8 +298,8 @@ def outcome(mechanism: str, mode: str) -> dict[str, Any]:
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    for mechanism in sys.argv[2:] or headgate.mechanisms():
-        for mode in MODES:
+    for mechanism in sys.argv[3:] or headgate.mechanisms():
+        for mode in MODES if GPU.type == "cuda" else PLAIN:
             print(json.dumps(outcome(mechanism, mode)), flush=True)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from attempts import OUTSIDE
+from attempts import OUTSIDE, attempt
 
 from headgate import config
 from headgate.config import Config, RunOptions
@@ -39,6 +39,14 @@ def stopped(whole: Path, tmp_path: Path) -> Path:
     shutil.copytree(whole, tmp_path / "run")
     (tmp_path / "run" / "summary.json").unlink()
     return tmp_path / "run"
+
+
+@pytest.fixture(scope="session")
+def published(study: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What --publish writes of the study."""
+    out = tmp_path_factory.mktemp("published") / "published"
+    assert attempt("report", study, "--publish", out).code == 0
+    return out
 
 
 @pytest.fixture

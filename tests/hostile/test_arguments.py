@@ -1,8 +1,8 @@
 """Words that mean nothing, too much or harm, for every command: each is refused in one sentence, and nothing
 is left behind.
 
-A row is a command line; {data}, {run}, {recipe} and {text} are sound, {out} is to be written, {file},
-{binary}, {pipe}, {empty}, {deep} and {taken} are what their names say.
+A row is a command line; {data}, {run}, {recipe}, {text} and {begun}, a study, are sound, {out} is to be
+written, {file}, {binary}, {pipe}, {empty}, {deep} and {taken} are what their names say.
 """
 
 import json
@@ -13,6 +13,16 @@ from pathlib import Path
 import pytest
 from attempts import assert_refused, attempt, tree
 
+import headgate
+from headgate import config
+from headgate.compare.folder import Study, StudyFolder
+from headgate.compare.variants import parse_variants
+from headgate.config import Config
+from headgate.data.shards import open_split
+from headgate.data.tasks import TASKS
+from headgate.errors import HeadgateError
+from headgate.train.folder import describe_data
+
 SOUND = {
     "prepare": "prepare {text} {out} --tokenizer byte",
     "train": "train {recipe} --data {data} --out {out}",
@@ -21,7 +31,9 @@ SOUND = {
     "convert": "convert {run} {out}",
     "compare": "compare local --data {data} --out {out} --recipe {recipe}",
     "ablate": "ablate local --data {data} --out {out} --recipe {recipe}",
-    "report": "report {study}",
+    "suite": "suite local --out {out} --tasks mqar",
+    "status": "status {begun}",
+    "report": "report {begun}",
     "bench": "bench --lengths 32 --mechanisms local --seconds 0.01 --no-memory --no-peers",
     "plan": "plan tiny",
     "mechanisms": "mechanisms local",
@@ -45,6 +57,7 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
         "--save-every": WHOLE,
         "--save-minutes": [*REAL, "0"],
         "--keep": WHOLE,
+        "--until": WHOLE,
         "--log-every": WHOLE,
         "--on-nonfinite": ["go", "", "Stop"],
         "--device": ["mps", "xpu", "cuda", "cuda:7", "gpu", "", "meta", "cpu0", "vulkan"],
@@ -90,7 +103,30 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
         "--mechanism": ["nothing", "[1]", "local:window=x"],
     },
     "compare": {
-        "--seeds": WHOLE,
+        "--seeds": [
+            *WHOLE,
+            "5..3",
+            "4..4",
+            "1..4",
+            "4..",
+            "..4",
+            "0..4",
+            "4...8",
+            "4,2",
+            "4,4",
+            "1,2",
+            "4..2000",
+        ],
+        "--tune": ["1", "-1", "1.5", "x", ""],
+        "--space": ["train.learning_rate=1e-3..1e-2"],
+        "--ladder": ["x", "1", "1,2", "0,1,2", "-1,1,2", "nan,1,2", "inf,1,2", "1,,2"],
+        "--on": ["cloud", "", "Slurm"],
+        "--processes": WHOLE,
+        "--nodes": [*WHOLE, "2"],
+        "--slurm": ["partition=gpu", "x"],
+        "--ray": ["num_gpus=1", "x"],
+        "--ray-address": ["nowhere:1", ""],
+        "--claims": ["absent", "{empty}", "{file}", "{pipe}", "{deep}", "{binary}", ""],
         "--budget": ["money", ""],
         "--jobs": WHOLE,
         "--threads": WHOLE,
@@ -99,10 +135,22 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
         "--recipe": ["absent", "{empty}", "{file}", "{pipe}", "{deep}", ""],
         "--data": ["absent", "{empty}", "{file}", "{pipe}", ""],
     },
-    "ablate": {"--seeds": WHOLE, "--threads": WHOLE, "--cost-seconds": REAL},
+    "ablate": {"--seeds": WHOLE, "--threads": WHOLE, "--cost-seconds": REAL, "--tune": ["1"], "--on": ["x"]},
+    "suite": {
+        "--tasks": ["nothing", '"mqar mqar"', "mqar:nothing=1", "mqar:pairs=0", "mqar+mqar"],
+        "--rates": ["x", "0", "-1", "nan", "inf", "0.1,0.1", ""],
+        "--tuning-seeds": WHOLE,
+        "--seeds": [*WHOLE, "4..8"],
+        "--jobs": WHOLE,
+        "--on": ["x", ""],
+        "--ray": ["num_gpus=1"],
+        "--nodes": ["2"],
+    },
+    "status": {"--watch": [*REAL, "0", "inf"], "--json": ["x"]},
     "bench": {
-        "--lengths": ["0", "-1", "x", ""],
-        "--mechanisms": ["nothing", "local:window=x"],
+        "--lengths": ["0", "-1", "x", "", "32,32"],
+        "--decoded-after": ["64"],
+        "--mechanisms": ["nothing", "local:window=x", "local local"],
         "--batch": WHOLE,
         "--heads": WHOLE,
         "--kv-heads": [*WHOLE, "3"],
@@ -122,6 +170,8 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
         "--contexts": ["x", "0", "-1", "1,,2"],
         "--threads": WHOLE,
         "--mechanism": ["nothing", "local:window=x"],
+        "--mechanisms": ["local"],
+        "--data": ["absent", "{empty}", ""],
     },
 }
 SETTINGS = [
@@ -136,8 +186,12 @@ SETTINGS = [
     *(f"train.clip={value}" for value in ("0", "-1", "NaN")),
     *(f"train.precision={value}" for value in ("fp16", "bf17", "32")),
     *(f"train.schedule={value}" for value in ("sine", "1")),
+    "train.documents=nothing", "train.packing=whole", "train.boundaries=3", "train.document_tokens=0",
+    "train.document_positions=none", "train.optimizer=sgd", "train.momentum=1", "train.mlp_rate=-1",
+    "train.warmup_share=1", "train.warmup_share=NaN", "train.warmup_steps=-1", "train.final_learning_rate=-1",
+    "model.start=scaled", "model.start=x", "model.tied_embeddings=3", "model.embedding_deviation=0",
     "train.evaluate_every=0", "train.evaluate_tokens=0", "train.evaluate_tokens=-5",
-    *(f"model.n_layers={value}" for value in ("0", "-1", "100000000", "1.5", "x")),
+    *(f"model.n_layers={value}" for value in ("0", "-1", "10000", "100000000", "1.5", "x")),
     *(f"model.d_model={value}" for value in ("0", "-1", "100000000", "1.5")),
     *(f"model.d_mlp={value}" for value in ("0", "-16", "10000000000")),
     *(f"model.n_heads={value}" for value in ("0", "-2", "3000000000")),
@@ -281,6 +335,62 @@ ablate
 ablate nothing --data {data} --out {out} --recipe {recipe}
 ablate local full --data {data} --out {out} --recipe {recipe}
 ablate local --data {data} --out "" --recipe {recipe}
+compare local@ --data {data} --out {out} --recipe {recipe}
+compare local@digest --data {data} --out {out} --recipe {recipe}
+compare local full@local --data {data} --out {out} --recipe {recipe}
+compare --data {data} --out {begun} --recipe {recipe} --seeds 1 train.steps=9
+compare local --data {data} --out {begun} --recipe {recipe} --threads 2
+compare local --data {data} --out {out} --recipe {recipe} --no-published
+compare local --data {data} --out {out} --recipe {recipe} --ladder-variants
+compare local --data {data} --out {out} --recipe {recipe} --dry-run --seeds 0
+compare local --data {data} --out {out} --recipe {recipe} --tune 4 --space x
+compare local --data {data} --out {out} --recipe {recipe} --tune 4 --space nothing=1..2
+compare local --data {data} --out {out} --recipe {recipe} --tune 4 --space train.nothing=1..2
+compare local --data {data} --out {out} --recipe {recipe} --tune 4 --space train.learning_rate=1..1
+compare local --data {data} --out {out} --recipe {recipe} --tune 4 --space train.learning_rate=2..1
+compare local --data {data} --out {out} --recipe {recipe} --tune 4 --space train.learning_rate=0..1
+compare local --data {data} --out {out} --recipe {recipe} --tune 4 --space train.learning_rate=nan..1
+compare local --data {data} --out {out} --recipe {recipe} --tune 4 --space train.learning_rate=1..inf
+compare local --data {data} --out {out} --recipe {recipe} --tune 4 --space train.learning_rate=[]
+compare local --data {data} --out {out} --recipe {recipe} --tune 4 --space train.learning_rate=[1,2]
+compare local --data {data} --out {out} --recipe {recipe} --tune 2 --space train.learning_rate=[1,-2]
+compare local --data {data} --out {out} --recipe {recipe} --tune 4 --space seed=1..2,seed=1..2
+compare local --data {data} --out {out} --recipe {recipe} --tune 4 --space train.steps=1..3
+compare local --data {data} --out {out} --recipe {recipe} --on ray --ray num_gpus=x
+compare local --data {data} --out {out} --recipe {recipe} --on ray --ray num_gpus=-1
+compare local --data {data} --out {out} --recipe {recipe} --on ray --ray num_gpus=nan
+compare local --data {data} --out {out} --recipe {recipe} --on ray --ray-address ""
+compare local --data {data} --out {out} --recipe {recipe} --on slurm --slurm gpus
+compare local --data {data} --out {out} --recipe {recipe} model.d_model=4000000
+suite local
+suite nothing --out {out} --tasks mqar
+suite local local --out {out} --tasks mqar
+suite local:window=x --out {out} --tasks mqar
+suite local --out "" --tasks mqar
+suite local --out {file} --tasks mqar
+suite local --out {pipe} --tasks mqar
+suite local --out {taken} --tasks mqar
+suite local --out {run} --tasks mqar
+suite local --out {out} --tasks mqar nothing=1
+suite local --out {out} --tasks mqar train.steps=0
+suite local --out {out} --tasks mqar model.d_model=x
+status
+status ""
+status absent
+status {empty}
+status {file}
+status {pipe}
+status {run}
+status {begun} {begun}
+cancel
+cancel ""
+cancel absent
+cancel {empty}
+cancel {pipe}
+cancel {run}
+cancel {begun} {begun}
+cancel {begun} --ray-address
+report {begun} {begun}
 report
 report ""
 report absent
@@ -311,6 +421,8 @@ runs {empty}
 runs {pipe}
 runs {file}
 runs ""
+runs {run} {run}
+runs {run} --json=3
 completion
 completion tcsh
 completion bash zsh
@@ -322,6 +434,26 @@ prepare {data} {out} --separator x
 bench --steps --seconds nan
 bench --steps --seconds -1
 bench --steps --json {empty}
+bench --steps --heads 4
+bench --steps --window 4
+bench --steps --figure {out}.svg
+bench --steps --no-peers
+bench --steps --decoded-after x
+bench --steps --decoded-after 32,32
+bench --steps --mechanisms local local
+bench --mechanisms local local+full local
+plan tiny --contexts 32
+plan tiny --table --contexts 32,32
+plan tiny model.n_layers=10000
+convert {run} {out} --to qwen
+evaluate {run} --context 24 --data
+evaluate {run} --by-document=3
+mechanisms --mechanism-file
+mechanisms --mechanism-file absent.py
+mechanisms --mechanism-file {binary}
+mechanisms --mechanism-file {pipe}
+mechanisms --mechanism-file {empty}
+mechanisms --mechanism-file {file}
 bench --json /proc/x.json --mechanisms local
 bench --figure /proc/x.svg --mechanisms local
 mechanisms {pipe}.py:x
@@ -345,6 +477,10 @@ def rows() -> list[str]:
                 for value in values
             ]
     found += [f"{SOUND['train']} {json.dumps(setting)}" for setting in SETTINGS]
+    for task in TASKS.names():
+        found += [
+            f"prepare {task}:{words} {{out}}" for words in ("nothing=1", "samples=0", "length=x", "seed=")
+        ]
     return found
 
 
@@ -373,7 +509,11 @@ def places(
         for name in ("text", "file", "binary", "deep", "empty", "taken", "pipe", "odd")
     }
     shutil.copytree(whole, home / "run")
-    return paths | {"tmp": home, "data": data, "run": home / "run", "recipe": recipe, "study": home / "run"}
+    base = config.load(Config, recipe)
+    splits = [open_split(data, name) for name in ("train", "val")]
+    begun = Study(str(recipe), describe_data(data, *splits), parse_variants(["local"], base.model), seeds=1)
+    StudyFolder(home / "begun").write(begun, base)
+    return paths | {"tmp": home, "data": data, "run": home / "run", "recipe": recipe, "begun": home / "begun"}
 
 
 def words_of(row: str, places: dict[str, Path], out: Path) -> list[str]:
@@ -422,5 +562,23 @@ def test_half_a_job_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
+CALLS = {
+    "load": headgate.load,
+    "read_study": headgate.read_study,
+    "use_file": headgate.use_file,
+    "build_model": headgate.build_model,
+}
+
+
+@pytest.mark.parametrize("place", ["file", "binary", "empty", "taken", "pipe", "deep", "absent", "nothing"])
+@pytest.mark.parametrize("call", CALLS)
+def test_calls_from_python_raise_one_sentence(call: str, place: str, places: dict[str, Path]) -> None:
+    before = tree(places["tmp"])
+    with pytest.raises(HeadgateError) as raised:
+        CALLS[call]("" if place == "nothing" else str(places.get(place, places["tmp"] / place)))
+    assert "\n" not in str(raised.value)
+    assert tree(places["tmp"]) == before
+
+
 def test_there_are_enough_rows() -> None:
-    assert len(ROWS) > 400
+    assert len(set(ROWS)) > 700

@@ -1,4 +1,4 @@
-"""Qwen models that transformers makes, turned into ours and back: the same logits, or one clear sentence."""
+"""Models that transformers makes, turned into ours and back: the same logits, or one clear sentence."""
 
 import json
 import shutil
@@ -51,11 +51,74 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "llama": ("Llama", {"rope_theta": 1e4, "tie_word_embeddings": True}),
+    "llama-3.1": (
+        "Llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 5e2,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            }
+        },
+    ),
+    "llama-linear": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}, "head_dim": 16},
+    ),
+    "mistral": ("Mistral", {"rope_theta": 1e6, "sliding_window": None}),
+    "mistral-sliding": ("Mistral", {"sliding_window": 7}),
+    "ministral": (
+        "Ministral",
+        {
+            "head_dim": 8,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        },
+    ),
+    "qwen3-yarn": (
+        "Qwen3",
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e2,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+    "mistral-yarn": (
+        "Mistral",
+        {
+            "sliding_window": None,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e2,
+                "factor": 4.0,
+                "beta_fast": 8.0,
+                "beta_slow": 0.5,
+                "mscale": 0.7,
+                "mscale_all_dim": 0.3,
+                "truncate": False,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
 }
 
 
+def form(family: str) -> Any:
+    """What `convert --to` calls it."""
+    kind = FAMILIES[family][0].lower().rstrip("23")
+    return "mistral" if kind == "ministral" else kind
+
+
 def make(family: str, folder: Path, *, shards: bool = True) -> Any:
-    """A random Qwen model, saved; every weight far enough from its initial value to matter."""
+    """A random model, saved; every weight far enough from its initial value to matter."""
     kind, settings = FAMILIES[family]
     settings = {**SIZES, **settings}
     theta = settings.pop("rope_theta", None)
@@ -92,7 +155,7 @@ def test_there_and_back_the_logits_are_the_same(family: str, tmp_path: Path) -> 
         expected = model(some_tokens()).logits
         assert expected.std() > 0.3
         assert difference(decoder(some_tokens()), expected) < 1e-4
-        convert(tmp_path / "ours", tmp_path / "back", to="qwen")
+        convert(tmp_path / "ours", tmp_path / "back", to=form(family))
         back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
         assert type(back) is type(model)
         assert difference(back(some_tokens()).logits, expected) == 0
@@ -141,12 +204,33 @@ def test_far_positions_are_turned_by_the_same_angles(tmp_path: Path) -> None:
         assert torch.equal(torch.cat([mine, mine], -1), their)
 
 
+@pytest.mark.parametrize("family", ["llama-3.1", "llama-linear", "qwen3-yarn", "mistral-yarn"])
+def test_stretched_positions_are_turned_by_the_same_angles(family: str, tmp_path: Path) -> None:
+    model = make(family, tmp_path / "source")
+    config = read_source(tmp_path / "source").config
+    positions = torch.tensor([0, 1, 4097, 131_071])
+    theirs = model.model.rotary_emb(torch.zeros(1), positions[None])
+    plain = rotation(positions, config.head_dim, config.rope_theta)
+    ours = rotation(positions, config.head_dim, config.rope_theta, config.rope_scaling)
+    for mine, unscaled, (their,) in zip(ours, plain, theirs, strict=True):
+        # at far positions a last digit of a frequency is a thousandth of a turn
+        assert torch.allclose(torch.cat([mine, mine], -1)[:2], their[:2], rtol=0, atol=1e-6)
+        assert torch.allclose(torch.cat([mine, mine], -1), their, rtol=0, atol=2e-2)
+        assert not torch.allclose(unscaled, mine, rtol=0, atol=2e-2)
+
+
 def test_sliding_layers_become_local_ones(tmp_path: Path) -> None:
     make("qwen2.5-sliding", tmp_path / "a")
     make("qwen3-alternating", tmp_path / "b")
     full, local = MechanismSpec("full"), MechanismSpec("local", {"window": 6})
     assert read_source(tmp_path / "a").config.mechanism == (full, local, local)
     assert read_source(tmp_path / "b").config.mechanism == (MechanismSpec("local", {"window": 4}), full)
+    make("mistral-sliding", tmp_path / "c")
+    assert read_source(tmp_path / "c").config.mechanism == (local,)
+    settings = json.loads((tmp_path / "c" / "config.json").read_text())
+    del settings["sliding_window"]  # transformers then takes 4,096
+    (tmp_path / "c" / "config.json").write_text(json.dumps(settings))
+    assert read_source(tmp_path / "c").config.mechanism == (MechanismSpec("local", {"window": 4095}),)
 
 
 def test_old_settings_files_are_understood(tmp_path: Path) -> None:
@@ -181,12 +265,16 @@ REACH = {
     "sparse-geometric": 40,
     "positional": 40,
     "combiner": 8,
-    "gated:bias=true": 40,
+    "gated:gate_bias=true": 40,
     "sinks": 40,
     "shifted": 40,
-    "differential:bias=true": 40,
+    "differential:gate_bias=true": 40,
     "value-residual": 40,
     "moba": 32,
+    "dynamic-sparse:gate_bias=false": 0,
+    "near-far:gate_bias=false,opening=0.5": 0,
+    "head-gated:gate_bias=false": 12,
+    "context-adaptive:gate_bias=false": 2,
     "gated": 0,
     "shifted:mode=offset": 0,
     "differential": 0,
@@ -313,7 +401,14 @@ FAULTS = {
         lambda f: change(f, num_hidden_layers=2, layer_types=None),
         "has a tensor 'model.layers.2.",
     ),
-    "architecture": (lambda f: change(f, model_type="llama"), "is of model_type='llama'; expected qwen2"),
+    "architecture": (
+        lambda f: change(f, model_type="gpt2"),
+        "is of model_type='gpt2'; expected qwen2, qwen3",
+    ),
+    "norms of another family": (
+        lambda f: change(f, model_type="llama"),
+        "that llama does not",
+    ),
     "no architecture": (
         lambda f: (f / "config.json").write_text("{}"),
         "has no config.json with a model_type",
@@ -328,8 +423,16 @@ FAULTS = {
     "bias": (lambda f: change(f, attention_bias=True), "has attention_bias=True"),
     "quantised": (lambda f: change(f, quantization_config={"bits": 4}), "has quantization_config="),
     "yarn": (
-        lambda f: change(f, rope_parameters={"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}),
-        "asks for RoPE with {'rope_type': 'yarn'",
+        lambda f: change(f, rope_parameters={"rope_type": "yarn", "rope_theta": 1e6}),
+        "key '.*config.json: RoPE.factor' is missing",
+    ),
+    "a word of another yarn": (
+        lambda f: change(f, rope_parameters={"rope_type": "yarn", "factor": 4.0, "betta": 1}),
+        "unknown key '.*config.json: RoPE.betta'; known are attention_factor",
+    ),
+    "longrope": (
+        lambda f: change(f, rope_parameters={"rope_type": "longrope", "long_factor": [1.0]}),
+        "asks for RoPE with {'rope_type': 'longrope'.* headgate computes linear, llama3 and yarn",
     ),
     "dynamic": (
         lambda f: change(f, rope_scaling={"type": "dynamic", "factor": 2.0}),
@@ -337,7 +440,7 @@ FAULTS = {
     ),
     "partial": (
         lambda f: change(f, rope_parameters={"rope_theta": 1e6, "partial_rotary_factor": 0.5}),
-        "headgate computes plain RoPE alone",
+        "on some of the dimensions alone; headgate turns all",
     ),
     "layer types": (lambda f: change(f, layer_types=["full_attention"] * 2), "has layer_types="),
     "unused window": (
@@ -365,7 +468,7 @@ def test_a_faulty_source_is_one_sentence_and_nothing_is_written(
     [
         (
             {"to": "qwen", "mechanism": "head-gated"},
-            "the attention of layer 0 is 'head-gated', which no Qwen",
+            "the attention of layer 0 is 'head-gated', which no qwen",
         ),
         ({"to": "qwen", "mechanism": "local:global_tokens=2"}, "the attention of layer 0 is 'local'"),
         (
@@ -375,12 +478,14 @@ def test_a_faulty_source_is_one_sentence_and_nothing_is_written(
         ({"to": "qwen", "mechanism": "local:window=0"}, "layer 0 has window=0, so that a token sees itself"),
         (
             {"to": "qwen", "mechanism": ["local:window=4", "local:window=5"]},
-            "windows of 4 and 5; Qwen has one",
+            "windows of 4 and 5; qwen has one",
         ),
         ({"mechanism": "dynamic-spars"}, "unknown mechanism 'dynamic-spars'; did you mean"),
         ({"mechanism": "local:windw=3"}, "local has no option 'windw'"),
         ({"mechanism": "[local, full]"}, "unknown mechanism '.local, full.'; known are"),
         ({"dtype": "int8"}, "dtype='int8' is not a choice"),
+        ({"to": "llama"}, "qk_norm=true with qkv_bias=false is no llama, which has neither; write --to qwen"),
+        ({"to": "mistral"}, "is no mistral"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], words: str, qwen: Path, tmp_path: Path) -> None:
@@ -394,9 +499,26 @@ def test_what_is_neither_qwen2_nor_qwen3_is_not_exported(norm: bool, tmp_path: P
     Decoder(ModelConfig(99, 32, 1, 4, 2, 8, 56, qk_norm=norm, qkv_bias=norm)).save(
         tmp_path / "model.safetensors"
     )
-    with pytest.raises(HeadgateError, match=f"qk_norm={norm} with qkv_bias={norm} is no Qwen"):
+    with pytest.raises(HeadgateError, match=f"qk_norm={norm} with qkv_bias={norm} is no Qwen") as raised:
         convert(tmp_path, tmp_path / "out", to="qwen")
+    assert ("--to llama" in str(raised.value)) is not norm
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_a_llama_with_windows_is_a_mistral(tmp_path: Path) -> None:
+    make("llama", tmp_path / "llama")
+    with pytest.raises(HeadgateError, match="windows of 6, and Llama has none; write --to mistral"):
+        convert(tmp_path / "llama", tmp_path / "out", to="llama", mechanism="local:window=6")
+    convert(tmp_path / "llama", tmp_path / "windowed", to="mistral", mechanism="local:window=6")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "windowed")
+    convert(tmp_path / "windowed", tmp_path / "ours")
+    theirs.generation_config.eos_token_id = None
+    with torch.no_grad():
+        ours = headgate.load(tmp_path / "ours")
+        assert difference(ours(some_tokens()), theirs(some_tokens()).logits) < 1e-4
+    tokens = theirs.generate(some_tokens(9), max_new_tokens=12, do_sample=False, pad_token_id=0)
+    done = ours.generate(some_tokens(9), 12, temperature=0)
+    assert [list(row.tokens) for row in done] == tokens[:, 9:].tolist()
 
 
 def test_a_folder_in_use_is_left_alone(qwen: Path, tmp_path: Path) -> None:

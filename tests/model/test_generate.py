@@ -29,7 +29,7 @@ def uncached(decoder: Decoder, start: list[int], new: list[int], sampling: Sampl
     """What would be chosen at each place without a cache, given that all before it was chosen alike."""
     logits = decoder(torch.tensor([start + new]))[0, len(start) - 1 : -1]
     sampler = Sampler(sampling, [torch.tensor(start)], decoder.config.vocab_size)
-    return [int(sampler(row[None], [0])) for row in logits]
+    return [sampler(row[None])[1][0] for row in logits]
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_draws_follow_their_definition(sampling: Sampling) -> None:
     for seed in range(rounds):
         start = torch.tensor(sorted(seen))
         sampler = Sampler(replace(sampling, seed=seed), [start] * rows, 20)
-        counts.update(sampler(logits.expand(rows, -1), list(range(rows))).tolist())
+        counts.update(sampler(logits.expand(rows, -1))[1])
     assert all(probabilities[token] > 0 for token in counts)
     expected = [p * rows * rounds for p in probabilities if p > 0]
     observed = [counts[token] for token, p in enumerate(probabilities) if p > 0]
@@ -188,7 +188,7 @@ def test_top_p_looks_as_far_as_it_must() -> None:
         logits = torch.randn(size, generator=torch.Generator().manual_seed(3)) * scale
         kept = {token for token, p in enumerate(defined(logits, set(), Sampling(top_p=0.9))) if p > 0}
         sampler = Sampler(Sampling(top_p=0.9), [torch.tensor([0])] * 400, size)
-        draws[scale] = set(sampler(logits.expand(400, -1), list(range(400))).tolist())
+        draws[scale] = set(sampler(logits.expand(400, -1))[1])
         assert draws[scale] <= kept
     assert len(draws[0.01]) > 300 > len(draws[3.0]) > 20
 
@@ -198,9 +198,10 @@ def test_greedy_takes_the_highest_logit_after_the_penalty() -> None:
     sampler = Sampler(
         Sampling(temperature=0, repetition_penalty=1.5), [torch.tensor([0]), torch.tensor([1])], 3
     )
-    assert sampler(logits, [0, 1]).tolist() == [1, 0]
-    assert sampler(logits, [0, 1]).tolist() == [0, 1]  # the first choices count as well
-    assert sampler(logits[1:], [1]).tolist() == [1]  # of -0.75, -0.6 and -0.65
+    assert sampler(logits)[1] == [1, 0]
+    assert sampler(logits)[1] == [0, 1]  # the first choices count as well
+    sampler.select([1])
+    assert sampler(logits[1:])[1] == [1]  # of -0.75, -0.6 and -0.65
 
 
 def test_seeds_repeat_and_differ() -> None:

@@ -243,9 +243,13 @@ def test_without_scripts(browser: Any, report: Path) -> None:
 
 def test_on_paper(browser: Any, crowd: Path) -> None:
     """Nothing is cut off at the edge of an A4 sheet, and the legend is there."""
-    opened = Opened(browser, crowd / "report.html", width=688)  # A4 less its margins
+    opened = Opened(browser, crowd / "report.html", width=1440)
     page = opened.page
     page.emulate_media(media="print")
+    page.set_viewport_size({"width": 688, "height": 1000})  # A4 less its margins
+    page.wait_for_function(
+        "document.querySelector('#chart-tradeoff svg').getBoundingClientRect().width > 600"
+    )
     page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
     assert page.evaluate("document.documentElement.scrollWidth") <= 688
     for table in page.locator("table:visible").all():

@@ -34,7 +34,7 @@ def test_one_small_file_that_needs_nothing(report: Path) -> None:
 def test_the_page_comes_from_the_folder_alone(report: Path, tmp_path: Path) -> None:
     moved = tmp_path / "elsewhere"
     moved.mkdir()
-    for name in ("results.json", "gates.json", "skipping.json"):
+    for name in ("results.json", "results.md", "gates.json", "skipping.json", "documents.json"):
         shutil.copy(report.parent / name, moved / name)
     assert write_page(moved).read_text() == report.read_text()
     with pytest.raises(HeadgateError, match=r"has no results\.json"):
@@ -111,8 +111,8 @@ def test_the_figures_hold_the_numbers(report: Path) -> None:
     study = read_results(report.parent)
     made = figures(study)
     assert set(made) == {
-        "tradeoff", "differences", "curves", "cost-against-length", "positions", "heads", "movement",
-        "skipping",
+        "tradeoff", "differences", "spread", "curves", "cost-against-length", "positions", "heads",
+        "movement", "skipping",
     }  # fmt: skip
     assert next(iter(made["curves"].views)) == "difference by tokens"
     shown = json.dumps(made["curves"].views["loss by tokens"].rows)
@@ -233,15 +233,16 @@ def test_the_verdict_names_effect_interval_speed_and_memory() -> None:
     results = read_results(FINDINGS / "text")
     words = answer_sentence(results)
     assert re.fullmatch(
-        r"Near-far:gate=constant,window=1024 beats full: −5.4% loss \(−\d\.\d% to −\d\.\d%\), 0.91× speed, "
-        r"1.05× memory. Of the others: 3 also better, 22 not shown to differ, 2 the same by construction.",
+        r"Untuned, near-far:gate=constant,window=1024 beats full: −5.4% loss \(−\d\.\d% to −\d\.\d%\), "
+        r"0.91× speed, 1.05× memory. Of the others: 3 also better, 22 not shown to differ, 2 the same by "
+        r"construction.",
         words,
     )
     for variant in results["variants"][1:]:
         if variant["difference"]["verdict"] == "better":
             variant["difference"]["verdict"] = "no difference shown"
     assert answer_sentence(results).startswith(
-        "No mechanism beat full. Best: near-far:gate=constant,window=1024, −5.4%"
+        "Untuned, no mechanism beat full. Best: near-far:gate=constant,window=1024, −5.4%"
     )
     results |= {"sight": {"can_tell": False}, "headline": "This study cannot tell: why."}
     assert answer_sentence(results) == "This study cannot tell: why."
@@ -306,3 +307,96 @@ def test_a_place_that_cannot_be_written_is_named(report: Path, tmp_path: Path) -
         with pytest.raises(HeadgateError, match=r"cannot write into .*file.*--publish takes a folder"):
             publish_study(report.parent, place)
     assert file.read_text(encoding="utf-8") == "here"
+
+
+def tuned(study: dict[str, Any]) -> dict[str, Any]:
+    """The study as if its variants had been tuned and the baseline trained at three budgets."""
+    trials = [
+        {"number": 0, "round": 0, "settings": {}, "losses": [3.0, 2.9]},
+        {"number": 1, "round": 0, "settings": {"train.learning_rate": 0.02}, "losses": [2.8, 2.7, 2.5]},
+        {"number": 2, "round": 1, "settings": {"train.learning_rate": 0.03}, "losses": [None]},
+    ]
+    one = {"winner": 1, "settings": trials[1]["settings"], "expected_best": [2.95, 2.8, None]}
+    edges = [[], ["train.learning_rate at its high edge"], []]
+    variants = study["variants"]
+    study["tuning"] = {"trials": 2, "seeds": 1, "rungs": [0.25, 0.5, 1.0], "complete": True} | {
+        "space": ["train.learning_rate=0.001..0.01"],
+        "variants": [
+            one | {"label": v["label"], "trials": trials, "edges": edges[n]} for n, v in enumerate(variants)
+        ],
+    }
+    study["tuned"] = True
+    for variant in variants:
+        variant["published"] = {"loss": variant["loss"], "difference": variant["difference"]}
+    worth = {"value": 1.3, "low": 1.1, "high": None}
+    variants[1]["price"] = {"tokens": worth, "time": worth, "ladder": [0.25, 4.0], "beyond": False}
+    variants[2]["price"] = {"tokens": worth | {"value": None}, "ladder": [0.25, 4.0], "beyond": True}
+    rung = {"tokens": 1, "mean": 2.5, "low": 2.4, "high": 2.6, "n": 2}
+    study["ladder"] = [rung | {"multiple": multiple} for multiple in (0.25, 1.0, 4.0)]
+    return study
+
+
+def test_tuning_and_compute_are_shown(report: Path) -> None:
+    study = tuned(read_results(report.parent))
+    made = figures(study)
+    assert list(made["tuning"].views) == ["learning rate", "best of n trials"]
+    tried = made["tuning"].views["learning rate"]
+    own = study["config"]["train"]["learning_rate"]
+    assert {row["value"] for row in tried.rows} == {own, 0.02}  # the recipe's own, which trial 0 has
+    assert sum(row["shown"] for row in tried.rows) == 3
+    assert tried.caption.endswith("failed or diverged: 3.")
+    assert list(made["ladder"].views) == ["worth at equal time", "worth at equal tokens", "full by budget"]
+    (row,) = made["ladder"].views["worth at equal tokens"].rows
+    assert (row["value"], row["shown"]) == (1.3, False)  # of an interval without an end nothing is shown
+    assert LABEL in made["ladder"].views["worth at equal time"].caption
+    text = page(study)
+    assert "and 1 more where the best lay at an edge" in text
+    assert "train.learning_rate at its high edge" in text
+    assert "1.10 to beyond" in text
+    assert "beyond the ladder" in text
+    assert answer_sentence(study).startswith("Tuned alike, ")
+    assert "The same without tuning" in text
+
+
+def test_seeds_and_documents(report: Path) -> None:
+    study = read_results(report.parent)
+    views = figures(study)["spread"].views
+    assert list(views) == ["by seed", "by document"]
+    first = study["variants"][1]
+    rows = [row for row in views["by seed"].rows if row["label"] == first["label"]]
+    assert len(rows) == len(first["runs"])
+    assert sum(row["nats"] for row in rows) / len(rows) == pytest.approx(
+        first["difference"]["mean"], abs=1e-6
+    )
+    found = study["documents"]["variants"][first["label"]]
+    assert found["most"][0]["difference"] <= found["quantiles"][2] <= found["most"][-1]["difference"]
+    study["documents"]["openings"] = dict.fromkeys(
+        study["documents"]["openings"], "<script>alert(1)</script>"
+    )
+    text = page(study)
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
+    assert "<script>alert(1)" not in text
+    study["documents"]["openings"] = {}
+    assert f"document {found['most'][0]['document']}</span>" in page(study)
+    study["documents"] = None
+    assert list(figures(study)["spread"].views) == ["by seed"]
+
+
+def test_the_page_names_no_folder_of_the_machine(report: Path) -> None:
+    study = read_results(report.parent)
+    text = report.read_text(encoding="utf-8")
+    assert str(report.parents[1]) not in text
+    assert study["data"]["folder"] not in text
+    assert f"--out {report.parent.name} " in text
+    assert f"headgate train {report.parent.name}/config.json --data " in text
+
+
+def test_a_word_of_caution_stands_beside_the_answer(report: Path, tmp_path: Path) -> None:
+    shutil.copy(report.parent / "results.json", tmp_path)
+    (tmp_path / "note.txt").write_text("Chosen on\n<this> text.\n", encoding="utf-8")
+    text = write_page(tmp_path).read_text(encoding="utf-8")
+    assert "<dd>Chosen on &lt;this&gt; text.</dd>" in text
+    assert 'href="results.csv"' in text
+    assert 'href="results.md"' not in text  # it is not there
+    lines = (tmp_path / "results.csv").read_text(encoding="utf-8").splitlines()
+    assert len(lines) == 1 + len(read_results(tmp_path)["variants"])

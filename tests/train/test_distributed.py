@@ -3,6 +3,7 @@
 The runs are the real command under torchrun, with gloo on the CPU; each is a few seconds of starting Python.
 """
 
+import json
 import os
 import shutil
 import signal
@@ -105,15 +106,32 @@ def test_the_number_of_processes_changes_nothing(twenty: Config, data: Path, tmp
             assert ours.loss == pytest.approx(theirs.loss, rel=1e-3)
 
 
-def test_muon_gives_the_same_on_two_processes(twenty: Config, data: Path, tmp_path: Path) -> None:
+def test_muon_and_bf16_give_the_same_on_two_processes(twenty: Config, data: Path, tmp_path: Path) -> None:
     """It computes in bf16, which shows differences in the gradient's last digits sooner than AdamW does."""
     twenty = changed(twenty, optimizer="muon")
     config.save(twenty, tmp_path / "config.json")
     train(twenty, data, tmp_path / "one", RunOptions(save_every=7, keep=9))
+    train(changed(twenty, precision="bf16"), data, tmp_path / "one-bf16")
     common = [Path(__file__).with_name("several_runs.py"), tmp_path / "config.json", data]
-    finish(torchrun(2, *common, tmp_path / "two", f"{tmp_path}/two-sharded:shard"))
+    others = [f"{tmp_path}/two-sharded:shard", f"{tmp_path}/two-sharded-bf16:shard:bf16"]
+    finish(torchrun(2, *common, tmp_path / "two", *others))
     for name in ("two", "two-sharded"):
         assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "one"), abs=2e-4)
+    in_half = losses(tmp_path / "two-sharded-bf16")
+    assert in_half == pytest.approx(losses(tmp_path / "one-bf16"), abs=0.02)
+
+    # Gradients are summed in fp32, once a step for each layer and for the rest, however many passes it has.
+    groups = twenty.model.n_layers + 1
+    whole, half = (collectives(tmp_path / name) for name in ("two-sharded", "two-sharded-bf16"))
+    assert whole["reduce_scatter float32"] == half["reduce_scatter float32"] == twenty.train.steps * groups
+    assert half["allgather bfloat16"] > twenty.train.steps * groups
+    assert sum(half.values()) == sum(whole.values()), "in bf16 something is gathered twice"
+
+
+def collectives(run: Path) -> dict[str, int]:
+    """How many of its collectives there were, by kind and type."""
+    found: dict[str, int] = json.loads(Path(f"{run}.collectives.json").read_text())
+    return found
 
 
 def rewind(run: Path, step: int, copy: Path) -> None:

@@ -14,11 +14,11 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from headgate import files
+from headgate import config
 from headgate.errors import HeadgateError
 
 BEAT = 5.0
@@ -56,9 +56,8 @@ def read_holder(folder: Path) -> tuple[int, Holder | None]:
     if not latest:
         return 0, None
     try:
-        entry = files.read_json(folder / f"{latest}.json")
-        return latest, Holder(**entry)
-    except (HeadgateError, TypeError, OSError):
+        return latest, config.load(Holder, folder / f"{latest}.json")
+    except (HeadgateError, OSError):
         return latest, None
 
 
@@ -86,7 +85,7 @@ class Lease:
         """Make this generation's file, unless another has; a link is atomic on network file systems too."""
         path = self.folder / f"{self.generation}.json"
         draft = self.folder / f".{self.holder.identity}.tmp"
-        files.write_json(draft, asdict(self.holder))
+        config.save(self.holder, draft, seal=True)
         try:
             os.link(draft, path)
         except FileExistsError:
@@ -112,7 +111,7 @@ class Lease:
         if not self.is_ours:
             return False
         self.holder = replace(self.holder, beats=self.holder.beats + 1, ended=ended)
-        files.write_json(self.folder / f"{self.generation}.json", asdict(self.holder))
+        config.save(self.holder, self.folder / f"{self.generation}.json", seal=True)
         return True
 
     def keep(self, lost: Callable[[], Any]) -> threading.Event:

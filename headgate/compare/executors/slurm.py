@@ -50,7 +50,7 @@ class SlurmExecutor:
             for first in range(0, len(chosen), ARRAY):
                 part = chosen[first : first + ARRAY]
                 jobs |= dict(zip((task.key for task in part), self._submit(part, exclusive), strict=True))
-                files.write_json(_jobs_path(self.study), jobs)
+                files.write_sealed(_jobs_path(self.study), jobs)
 
     def _submit(self, tasks: Sequence[Task], exclusive: bool) -> list[str]:
         executor = self._submitit.SlurmExecutor(folder=files.own_folder(self.study / "slurm"))
@@ -109,7 +109,12 @@ class SlurmWork:
 def queued_jobs() -> set[str]:
     """The user's jobs that are queued or running, an array's each by itself."""
     asked = ["squeue", "--me", "--array", "--noheader", "--format=%i", "--states=PD,R,CF,CG,RQ,S,SI,ST,RS"]
-    done = subprocess.run(asked, capture_output=True, text=True)
+    try:
+        done = subprocess.run(asked, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise HeadgateError(
+            "there is no squeue here; run the command where Slurm's jobs are submitted"
+        ) from None
     if done.returncode:
         raise HeadgateError(
             f"Slurm does not answer: {_last_line(done.stderr)}; the same command goes on later"
@@ -132,7 +137,7 @@ def _jobs_path(study: Path) -> Path:
 
 def _read_jobs(study: Path) -> dict[str, str]:
     path = _jobs_path(study)
-    return dict(files.read_json(path)) if path.is_file() else {}
+    return {} if files.is_missing(path) else files.read_sealed(path, always=True)
 
 
 def _last_line(text: str) -> str:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Sequence, Set
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from headgate import config, files
@@ -51,6 +51,10 @@ class Task:
     directory: str = field(default_factory=os.getcwd)
     """Where the paths above count from, if they are relative."""
 
+    def path(self, name: str) -> Path:
+        """One of the paths above, from anywhere."""
+        return Path(self.directory, name)
+
 
 @dataclass(frozen=True)
 class Nodes:
@@ -73,7 +77,7 @@ def lease_folder(study: Path, key: str) -> Path:
 def write_task(study: Path, task: Task) -> None:
     for folder in ("queue", "leases"):
         files.own_folder(study / folder)
-    files.write_json(task_path(study, task.key), asdict(task))
+    config.save(task, task_path(study, task.key), seal=True)
 
 
 def read_task(study: Path, key: str) -> Task:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from headgate import config
-from headgate.data.tasks.contract import DrawnTask, Samples, SuiteSize, register_task
+from headgate.data.tasks.contract import DrawnTask, Samples, SuiteSize, numbered, register_task
 from headgate.data.tasks.draws import Draws
 
 
@@ -39,7 +39,7 @@ class Compress(DrawnTask):
 
     @property
     def words(self) -> Sequence[str]:
-        return ["mark", *(f"t{number}" for number in range(self.alphabet))]
+        return ["mark", *numbered(t=self.alphabet)]
 
     @property
     def guesses(self) -> int:

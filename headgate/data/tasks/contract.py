@@ -202,6 +202,11 @@ class DrawnTask(SyntheticTask):
                 yield split, samples
 
 
+def numbered(**counts: int) -> list[str]:
+    """k0 k1 ... v0 v1 ..., of k=8, v=16."""
+    return [f"{letter}{number}" for letter, count in counts.items() for number in range(count)]
+
+
 TASKS: Registry[type[SyntheticTask]] = Registry("task", package="headgate.data.tasks")
 
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from headgate import config
-from headgate.data.tasks.contract import DrawnTask, Samples, SuiteSize, register_task
+from headgate.data.tasks.contract import DrawnTask, Samples, SuiteSize, numbered, register_task
 from headgate.data.tasks.draws import Draws
 from headgate.errors import HeadgateError
 
@@ -60,7 +60,7 @@ class Copy(DrawnTask):
 
     @property
     def words(self) -> Sequence[str]:
-        return ["mark", "blank", *(f"t{number}" for number in range(self.alphabet))]
+        return ["mark", "blank", *numbered(t=self.alphabet)]
 
     @property
     def guesses(self) -> int:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from headgate import config
-from headgate.data.tasks.contract import DrawnTask, Samples, SuiteSize, register_task
+from headgate.data.tasks.contract import DrawnTask, Samples, SuiteSize, numbered, register_task
 from headgate.data.tasks.draws import Draws
 from headgate.errors import HeadgateError
 
@@ -51,7 +51,7 @@ class Markov(DrawnTask):
 
     @property
     def words(self) -> Sequence[str]:
-        return [f"s{number}" for number in range(self.states)]
+        return numbered(s=self.states)
 
     @property
     def guesses(self) -> int:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from headgate import config
-from headgate.data.tasks.contract import DrawnTask, Samples, SuiteSize, register_task
+from headgate.data.tasks.contract import DrawnTask, Samples, SuiteSize, numbered, register_task
 from headgate.data.tasks.draws import Draws
 from headgate.errors import HeadgateError
 
@@ -47,9 +47,7 @@ class Memorise(DrawnTask):
 
     @property
     def words(self) -> Sequence[str]:
-        return [
-            f"{letter}{n}" for letter, count in (("k", self.keys), ("v", self.values)) for n in range(count)
-        ]
+        return numbered(k=self.keys, v=self.values)
 
     @property
     def guesses(self) -> int:

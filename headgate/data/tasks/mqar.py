@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from headgate.data.tasks.contract import DrawnTask, Samples, SuiteSize, register_task
+from headgate.data.tasks.contract import DrawnTask, Samples, SuiteSize, numbered, register_task
 from headgate.data.tasks.draws import Draws
 from headgate.errors import HeadgateError
 
@@ -103,8 +103,7 @@ class Mqar(DrawnTask):
 
     @property
     def words(self) -> Sequence[str]:
-        kinds = (("k", self.keys), ("v", self.values), ("n", self.filler))
-        return [f"{letter}{number}" for letter, count in kinds for number in range(count)]
+        return numbered(k=self.keys, v=self.values, n=self.filler)
 
     @property
     def guesses(self) -> int:

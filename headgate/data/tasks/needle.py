@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from headgate import config
-from headgate.data.tasks.contract import DrawnTask, Samples, SuiteSize, register_task
+from headgate.data.tasks.contract import DrawnTask, Samples, SuiteSize, numbered, register_task
 from headgate.data.tasks.draws import Draws
 from headgate.errors import HeadgateError
 
@@ -61,8 +61,7 @@ class Needle(DrawnTask):
 
     @property
     def words(self) -> Sequence[str]:
-        kinds = (("k", self.keys), ("v", self.values), ("w", self.filler))
-        return [f"{letter}{number}" for letter, count in kinds for number in range(count)]
+        return numbered(k=self.keys, v=self.values, w=self.filler)
 
     @property
     def guesses(self) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headgate.ops.gpu import before_ampere
+from headgate.ops.gpu import NO_TRITON, before_ampere
 
 WIDTHS = (32, 64, 128)
 HIDDEN = (4, 8, 16, 32)
@@ -36,7 +36,7 @@ class KernelConfig:
     stages: int
 
 
-KERNELS = ("forward", "backward_queries", "backward_keys")
+KERNELS = ("forward", "backward", "backward_queries", "backward_keys")
 FEW_QUERIES = KernelConfig(16, 64, 4, 1)
 """For decoding: the smallest tile of queries that tensor cores take."""
 PROGRAMS, PART_KEYS = 256, 256
@@ -61,6 +61,8 @@ def configs(kernel: str, width: int, dtype: torch.dtype, backend: str) -> tuple[
         )
     if kernel == "forward":
         return KernelConfig(64, 32, 4, 1), KernelConfig(64, 32, 8, 1), KernelConfig(32, 32, 4, 1), FEW_QUERIES
+    if kernel == "backward":  # larger ones spill on sm_80
+        return KernelConfig(32, 32, 4, 1), KernelConfig(32, 16, 4, 1)
     if backend == "hip":
         return KernelConfig(32, 32, 4, 1), KernelConfig(64, 16, 4, 1)
     if width <= 64:  # 16 rows a warp: sums over columns need no other warp
@@ -75,7 +77,7 @@ def refuse(q: Tensor, hidden: int) -> str | None:
     if q.device.type not in DEVICES:
         return f"it runs on a GPU, not on {q.device.type}"
     if not _INSTALLED:
-        return "triton is not installed; pip install headgate[gpu]"
+        return NO_TRITON
     if before_ampere(q):
         return "it needs an NVIDIA device of compute capability 8.0 or newer, or one of AMD's"
     if q.dtype not in DTYPES:
@@ -147,29 +149,52 @@ def backward(
     saved = (softmax, delta)
     strides = (d_out.stride()[:3], *call.strides)
     batch, heads, queries, hidden = query_half.shape
+    grouped = k.shape[1] != heads
+    # A group's queries add up after every one of its heads is done.
+    per_head = tuple(
+        t.new_empty((batch, heads, *k.shape[2:]), dtype=torch.float32) if grouped else t for t in (d_k, d_v)
+    )
+
+    def in_parts(tiles: int) -> tuple[Tensor, Tensor]:
+        """Where each tile puts its part of d_w2 and d_b2."""
+        return delta.new_empty((batch, heads, tiles, hidden)), delta.new_empty((batch, heads, tiles))
+
+    def add_up(of_w2: Tensor, of_b2: Tensor) -> None:
+        d_w2.copy_(of_w2.sum((0, 2)))
+        d_b2.copy_(of_b2.sum((0, 2)))
+
+    def at_once(config: KernelConfig) -> None:
+        tiles = -(-k.shape[2] // config.rows)
+        parts = in_parts(tiles)
+        sum_q, sum_half = delta.new_zeros(q.shape), delta.new_zeros((batch, heads, hidden, queries))
+        results = (sum_q, sum_half, *per_head, d_key_half, *parts)
+        grid = (tiles, call.programs)
+        call.launch("backward", config, grid, d_out, *call.tensors, *saved, *results, *strides)
+        d_q.copy_(sum_q)
+        d_query_half.copy_(sum_half.mT)
+        add_up(*parts)
 
     def of_queries(config: KernelConfig) -> None:
         tiles = -(-queries // config.rows)
-        parts = delta.new_empty((batch, heads, tiles, hidden)), delta.new_empty((batch, heads, tiles))
+        parts = in_parts(tiles)
         results = (d_q, d_query_half, *parts)
         grid = (tiles, call.programs)
         call.launch("backward_queries", config, grid, d_out, *call.tensors, *saved, *results, *strides)
-        d_w2.copy_(parts[0].sum((0, 2)))
-        d_b2.copy_(parts[1].sum((0, 2)))
+        add_up(*parts)
 
     def of_keys(config: KernelConfig) -> None:
-        per_head: tuple[Tensor, ...] = (d_k, d_v)
-        if k.shape[1] != heads:  # a group's queries add up after every one of its heads is done
-            per_head = tuple(t.new_empty((batch, heads, *k.shape[2:]), dtype=torch.float32) for t in (k, v))
         results = (*per_head, d_key_half)
         grid = (-(-k.shape[2] // config.rows), call.programs)
         call.launch("backward_keys", config, grid, d_out, *call.tensors, *saved, *results, *strides)
-        if k.shape[1] != heads:
-            for to, part in zip((d_k, d_v), per_head, strict=True):
-                to.copy_(part.unflatten(1, (k.shape[1], -1)).sum(2))
 
-    call.on_device("backward_queries", of_queries)
-    call.on_device("backward_keys", of_keys)
+    if torch.are_deterministic_algorithms_enabled():
+        call.on_device("backward_queries", of_queries)
+        call.on_device("backward_keys", of_keys)
+    else:
+        call.on_device("backward", at_once)
+    if grouped:
+        for to, part in zip((d_k, d_v), per_head, strict=True):
+            to.copy_(part.unflatten(1, (k.shape[1], -1)).sum(2))
 
 
 class TritonCall:

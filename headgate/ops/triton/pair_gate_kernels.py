@@ -1,9 +1,13 @@
-"""The Triton kernels of pair-gated attention: one forward, and two backward that each own what they write.
+"""The Triton kernels of pair-gated attention: one forward, one backward, and a backward in two parts.
 
-A program owns a tile of rows and walks over the columns that its rows see: queries over keys in the forward
-and in the pass for q, keys over queries in the pass for k and v. Scores, gates and their gradients exist as
-tiles (rows, columns) in registers alone, and the gate's hidden layer one unit at a time, so memory stays
-linear in T. No two programs write the same place and nothing is added atomically: results repeat bit for bit.
+A program owns a tile of rows and walks over the columns that its rows see: queries over keys in the forward,
+keys over queries in the backward. Scores, gates and their gradients exist as tiles (rows, columns) in
+registers alone, and the gate's hidden layer one unit at a time, so memory stays linear in T.
+
+The hidden layer is nearly all of the work. `backward` computes it twice, once for the gate and once for its
+slopes, and adds up what belongs to the queries atomically, in whatever order programs come. The two parts,
+`backward_queries` and `backward_keys`, each own what they write, so that results repeat bit for bit; they
+compute it four times.
 
 Tensors are given with their strides (batch, head, token), the last dimension being contiguous; the halves
 with (batch, head, token, unit). Sums are in fp32 whatever the inputs are.
@@ -202,6 +206,125 @@ def forward(
 
 
 @triton.jit
+def _slope(z, FAST: tl.constexpr):
+    """gelu(z) and its derivative."""
+    share = _share(z, FAST)
+    gelu = z * share
+    return gelu, gelu * ((1 - share) * (z * z * (3 * CUBIC) + LINEAR)) + share
+
+
+@triton.jit
+def backward(
+    d_out,
+    q,
+    k,
+    v,
+    query_half,
+    key_half,
+    w2,
+    b2,
+    softmax,
+    delta,
+    d_q,
+    d_query_half,
+    d_k,
+    d_v,
+    d_key_half,
+    d_w2,
+    d_b2,
+    d_out_strides,
+    q_strides,
+    k_strides,
+    v_strides,
+    query_half_strides,
+    key_half_strides,
+    heads,
+    repeat,
+    queries,
+    keys,
+    window,
+    scale,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    LOG: tl.constexpr,
+    FAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """A tile of keys, transposed: d_k and d_v for each query head (B,H,Tk,D), d_key_half (B,H,Tk,M), and this
+    tile's part of d_w2 (B,H,tiles,M) and of d_b2 (B,H,tiles). Added to what is there: d_q (B,H,Tq,D) and
+    d_query_half (B,H,M,Tq), in fp32. All are contiguous."""
+    first = tl.program_id(0) * ROWS
+    number = tl.program_id(1).to(tl.int64)
+    batch, head = number // heads, number % heads
+    rows = first + tl.arange(0, ROWS)
+    is_row = rows < keys
+    k_tile = _tile(_place(k, k_strides, batch, head // repeat), k_strides, rows, is_row, D)
+    v_tile = _tile(_place(v, v_strides, batch, head // repeat), v_strides, rows, is_row, D)
+    row_half = _halves(_place(key_half, key_half_strides, batch, head), key_half_strides, rows, keys)
+    q = _place(q, q_strides, batch, head)
+    d_out = _place(d_out, d_out_strides, batch, head)
+    query_half = _place(query_half, query_half_strides, batch, head)
+    w2 += head * M
+    units = tl.arange(0, M)
+    sum_k = tl.zeros([ROWS, D], tl.float32)
+    sum_v = tl.zeros([ROWS, D], tl.float32)
+    sum_half = tl.zeros([ROWS, M], tl.float32)
+    sum_w2 = tl.zeros([ROWS, M], tl.float32)
+    sum_b2 = tl.zeros([ROWS], tl.float32)
+    offset = keys - queries
+    low = tl.maximum(0, first - offset) // COLUMNS * COLUMNS
+    for column in range(low, tl.minimum(queries, first + ROWS + window - offset), COLUMNS):
+        columns = column + tl.arange(0, COLUMNS)
+        is_column = columns < queries
+        q_tile = _tile(q, q_strides, columns, is_column, D)
+        d_tile = _tile(d_out, d_out_strides, columns, is_column, D)
+        column_half = _halves(query_half, query_half_strides, columns, queries)
+        of_columns = number * queries + columns
+        top = tl.load(softmax + of_columns * 2, mask=is_column, other=0.0)[None, :]
+        total = tl.load(softmax + of_columns * 2 + 1, mask=is_column, other=1.0)[None, :]
+        column_delta = tl.load(delta + of_columns, mask=is_column, other=0.0)[None, :]
+        scores = _product(k_tile, tl.trans(q_tile), PRECISION) * scale
+        d_weights = _product(v_tile, tl.trans(d_tile), PRECISION)
+        logits = _gate_logits(
+            row_half, key_half_strides[3], column_half, query_half_strides[3], w2, b2 + head, M, FAST
+        )
+        distance = offset + columns[None, :] - rows[:, None]
+        seen = (distance >= 0) & (distance <= window) & is_column[None, :] & is_row[:, None]
+        weights, d_scores, d_logits = _gradients(
+            scores, logits, seen, top, total, d_weights, column_delta, LOG
+        )
+        sum_v += _product(weights.to(d_tile.dtype), d_tile, PRECISION)
+        d_scores = d_scores.to(q_tile.dtype)
+        sum_k += _product(d_scores, q_tile, PRECISION)
+        places = d_q + of_columns[:, None] * D + tl.arange(0, D)[None, :]
+        part_q = _product(tl.trans(d_scores), k_tile, PRECISION) * scale
+        tl.atomic_add(places, part_q, mask=is_column[:, None], sem="relaxed")
+        sum_b2 += tl.sum(d_logits, 1)
+        places = d_query_half + number * M * queries + columns
+        for m in range(M):
+            z = _hidden(row_half, key_half_strides[3], column_half, query_half_strides[3], m)
+            gelu, slope = _slope(z, FAST)
+            d_unit = d_logits * slope
+            of_unit = units[None, :] == m
+            sum_half += tl.where(of_unit, tl.sum(d_unit, 1)[:, None], 0.0)
+            sum_w2 += tl.where(of_unit, tl.sum(d_logits * gelu, 1)[:, None], 0.0)
+            part = tl.sum(d_unit, 0) * tl.load(w2 + m).to(tl.float32)
+            tl.atomic_add(places + m * queries, part, mask=is_column, sem="relaxed")
+    of_rows = number * keys + rows
+    places = of_rows[:, None] * D + tl.arange(0, D)[None, :]
+    tl.store(d_k + places, (sum_k * scale).to(d_k.dtype.element_ty), mask=is_row[:, None])
+    tl.store(d_v + places, sum_v.to(d_v.dtype.element_ty), mask=is_row[:, None])
+    d_half = sum_half * tl.load(w2 + units).to(tl.float32)[None, :]
+    places = d_key_half + of_rows[:, None] * M + units[None, :]
+    tl.store(places, d_half.to(d_key_half.dtype.element_ty), mask=is_row[:, None])
+    part = number * tl.num_programs(0) + tl.program_id(0)
+    tl.store(d_b2 + part, tl.sum(sum_b2, 0))
+    tl.store(d_w2 + part * M + units, tl.sum(sum_w2, 0))
+
+
+@triton.jit
 def backward_queries(
     d_out,
     q,
@@ -281,9 +404,7 @@ def backward_queries(
         sum_b2 += tl.sum(d_logits, 1)
         for m in range(M):
             z = _hidden(row_half, query_half_strides[3], column_half, key_half_strides[3], m)
-            share = _share(z, FAST)
-            gelu = z * share
-            slope = gelu * ((1 - share) * (z * z * (3 * CUBIC) + LINEAR)) + share
+            gelu, slope = _slope(z, FAST)
             of_unit = units[None, :] == m
             sum_half += tl.where(of_unit, tl.sum(d_logits * slope, 1)[:, None], 0.0)
             sum_w2 += tl.where(of_unit, tl.sum(d_logits * gelu, 1)[:, None], 0.0)
@@ -376,9 +497,7 @@ def backward_keys(
         sum_k += _product(d_scores.to(q_tile.dtype), q_tile, PRECISION)
         for m in range(M):
             z = _hidden(row_half, key_half_strides[3], column_half, query_half_strides[3], m)
-            share = _share(z, FAST)
-            gelu = z * share
-            slope = gelu * ((1 - share) * (z * z * (3 * CUBIC) + LINEAR)) + share
+            _, slope = _slope(z, FAST)
             sum_half += tl.where(units[None, :] == m, tl.sum(d_logits * slope, 1)[:, None], 0.0)
     of_rows = number * keys + rows
     places = of_rows[:, None] * D + tl.arange(0, D)[None, :]

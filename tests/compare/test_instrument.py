@@ -1,0 +1,21 @@
+"""The instrument, in short: a study whose every answer is known. `make instrument` has it in full."""
+
+from pathlib import Path
+
+from instrument import known_study, verdicts_of
+
+
+def test_a_study_gives_the_answers_that_are_known(tmp_path: Path) -> None:
+    """A factor of 20 on attention's output is told apart untuned and undone by tuning; a name makes no
+    difference; hiding the last 4 tokens is found, tuned or not."""
+    space = "train.attention_output_rate=[0.2,4]"
+    fewer = ["train.document_tokens=16384", "train.evaluate_tokens=4096"]
+    results = known_study(tmp_path, steps=60, seeds="3", tune=2, controls=False, space=space, settings=fewer)
+    assert verdicts_of(results) == {
+        "full again": ("same by construction", "same by construction"),
+        "louder": ("worse", "no difference shown"),
+        "blinded": ("worse", "worse"),
+    }
+    winners = {one["label"]: one["settings"] for one in results["tuning"]["variants"]}
+    assert winners["full"] == {"train.attention_output_rate": 4}
+    assert winners["louder"] == {"train.attention_output_rate": 0.2}

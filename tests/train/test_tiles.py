@@ -1,0 +1,53 @@
+"""bf16 on a processor that announces matrix tiles it cannot run."""
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from headgate import machine
+from headgate.train.evaluate import autocast
+
+
+@pytest.fixture(autouse=True)
+def afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "")
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
+    machine.avoid_broken_tiles.cache_clear()
+    yield
+    machine.avoid_broken_tiles.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "avoided"),
+    [
+        ("flags: amx_bf16", -signal.SIGILL, True),
+        ("flags: amx_bf16", 0, False),
+        ("flags: avx2", -signal.SIGILL, False),
+    ],
+)
+def test_tiles_are_tried_before_they_are_used(
+    flags: str,
+    code: int,
+    avoided: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tries = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[bytes]:
+        tries.append(command)
+        return subprocess.CompletedProcess(command, code)
+
+    monkeypatch.setattr(machine, "_cpu_flags", lambda: flags)
+    monkeypatch.setattr(machine.subprocess, "run", run)
+    autocast(torch.device("cpu"), "fp32")
+    assert not tries, "only bf16 uses them"
+    for _ in range(3):
+        autocast(torch.device("cpu"), "bf16")
+    assert len(tries) == ("amx" in flags), "once a process"
+    assert ("ONEDNN_MAX_CPU_ISA" in os.environ) == avoided
+    assert capsys.readouterr().err.count("AMX") == avoided
