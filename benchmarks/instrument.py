@@ -70,8 +70,7 @@ class HereRunner:
 
 def small_recipe(steps: int) -> Config:
     """Two layers on bytes, from a start that suits attention, whose output matrix learns four times as fast:
-    near the best for full attention. A run takes seconds. Gradients are not clipped: a factor on the output
-    is one on its matrix's gradient too, and what clipping makes of that no rate can mend."""
+    near the best for full attention. A run takes seconds."""
     return Config(
         model=ModelConfig(
             vocab_size=257, d_model=48, n_layers=2, n_heads=2, n_kv_heads=2, head_dim=16, d_mlp=96,
@@ -79,7 +78,7 @@ def small_recipe(steps: int) -> Config:
         ),
         train=TrainConfig(
             context=64, batch_size=16, steps=steps, learning_rate=1e-2, schedule="linear", warmup_share=0.05,
-            attention_output_rate=4.0, clip=1000.0,
+            attention_output_rate=4.0,
             evaluate_every=max(1, steps // 4), evaluate_tokens=8192, document_tokens=131_072,
         ),
     )  # fmt: skip

@@ -32,7 +32,7 @@ from headgate.mechanisms import Mechanism
 from headgate.mechanisms.contract import Heads
 from headgate.model.decoder import Decoder
 from headgate.train.evaluate import autocast
-from headgate.train.optim import clip_gradients, gradient_norm, make_optimizer
+from headgate.train.optim import clip_gradients, gradient_norm, make_optimizer, output_rates
 
 Kind = Literal["training", "decoding"]
 KINDS: tuple[Kind, ...] = ("training", "decoding")
@@ -132,6 +132,7 @@ def training_step(decoder: Decoder, train: TrainConfig, length: int) -> Callable
     """A function that does one optimiser step on random tokens."""
     optimizer = make_optimizer(decoder, train)
     parameters: list[Tensor] = list(decoder.parameters())
+    rates = output_rates(decoder, train)
     where = parameters[0].device
     shape = (sequences_at(length, train), length + 1)
     tokens = torch.randint(decoder.config.vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(
@@ -142,7 +143,7 @@ def training_step(decoder: Decoder, train: TrainConfig, length: int) -> Callable
         with autocast(where, train.precision):
             loss = decoder(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
-        clip_gradients(parameters, gradient_norm(parameters), train.clip)
+        clip_gradients(parameters, gradient_norm(parameters, rates), train.clip)
         optimizer.step()
         optimizer.zero_grad()
         _wait(where)

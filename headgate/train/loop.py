@@ -51,6 +51,7 @@ from headgate.train.optim import (
     gradient_norm,
     learning_rate,
     make_optimizer,
+    output_rates,
     set_learning_rate,
 )
 from headgate.train.summary import mechanisms_of, summarise
@@ -124,6 +125,7 @@ class Trainer:
         self.model = world.wrap(self.decoder, shard=options.shard, precision=asked.train.precision)
         self.optimizer = make_optimizer(self.decoder, asked.train)
         self.parameters: list[Tensor] = list(self.decoder.parameters())
+        self.output_rates = output_rates(self.decoder, asked.train)
         self.tokens, self.val = splits[0], validation_windows(splits[1], asked.train.context, asked.train)
         self._paths_before = Counter(ops.paths_taken())
 
@@ -217,7 +219,7 @@ class Trainer:
         # The ranks must agree on when to stop and to save, and they meet here anyway to add up the loss.
         total, stopping, save = world.sum([loss_sum.item(), stop.signal > 0, late and world.is_first])
         loss_value = total / world.size
-        norm = gradient_norm(self.parameters)
+        norm = gradient_norm(self.parameters, self.output_rates)
         rate = learning_rate(number, train)
         finite = math.isfinite(loss_value) and math.isfinite(norm)
         if finite:

@@ -2,11 +2,12 @@
 
 Every parameter has a role, found from where it stands in the decoder and not from its mechanism, and each
 role may have a learning rate of its own. Weight decay is on matrices alone and does not follow those rates:
-so from a scaled start a rate of the output projection acts as a factor on what attention puts out.
+so from a scaled start a rate of the output projection acts as a factor on what attention puts out. So that
+clipping does not spoil that, the gradient of the output projection counts towards the norm times its rate.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -145,8 +146,22 @@ def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
         group["lr"] = rate * group["scale"]
 
 
-def gradient_norm(parameters: list[Tensor]) -> float:
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+def output_rates(decoder: Decoder, train: TrainConfig) -> dict[Tensor, float]:
+    """The rates of attention's output projections, if they have one of their own."""
+    rate = float(train.attention_output_rate)
+    return {p.parameter: rate for p in parts(decoder) if p.role == "attention_output" and rate != 1}
+
+
+def gradient_norm(parameters: list[Tensor], counted: Mapping[Tensor, float]) -> float:
+    """Of all gradients together, where those of some parameters are counted so many times as large."""
+    gradients = [(p.grad, counted.get(p, 1.0)) for p in parameters if p.grad is not None]
+    # The norm of a gradient stands for it, so that none is copied.
+    norm = torch.nn.utils.get_total_norm(
+        [
+            gradient if times == 1 else torch.linalg.vector_norm(gradient) * times
+            for gradient, times in gradients
+        ]
+    )
     if hasattr(norm, "full_tensor"):  # the parameters are shared out over processes
         norm = norm.full_tensor()
     return norm.item()

@@ -1,6 +1,6 @@
 """Started by torchrun: several runs one after another, since starting the processes takes longest.
 
-torchrun ... several_runs.py CONFIG DATA RUN[:shard[:bf16]] RUN ...
+torchrun ... several_runs.py CONFIG DATA RUN[:shard][:bf16][:muon] RUN ...
 
 Beside each run stands RUN.collectives.json: how many collectives it made, by kind and type, such as
 {"reduce_scatter float32": 20}.
@@ -43,6 +43,8 @@ if __name__ == "__main__":
         asked = config.load(Config, given)
         if "bf16" in how:
             asked = replace(asked, train=replace(asked.train, precision="bf16"))
+        if "muon" in how:
+            asked = replace(asked, train=replace(asked.train, optimizer="muon"))
         with Collectives() as seen:
             train(asked, data, out, RunOptions(save_every=7, keep=9, shard="shard" in how))
         Path(f"{out}.collectives.json").write_text(json.dumps(seen.counts))

@@ -32,8 +32,11 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def twenty(micro: Config) -> Config:
-    """Twenty steps, with accumulation, evaluation at uneven counts, and a vector of odd size to share out."""
+    """Twenty steps, with accumulation, evaluation at uneven counts, a vector of odd size to share out, and
+    nothing about the optimiser left as it usually is."""
     micro = changed(micro, steps=20, batch_size=4, accumulation=2, evaluate_every=10, evaluate_tokens=130)
+    micro = changed(micro, betas=(0.85, 0.98), warmup_steps=0, warmup_share=0.15, schedule="linear")
+    micro = changed(micro, attention_output_rate=3.0, clip=0.7)
     return replace(micro, model=replace(micro.model, d_mlp=25))
 
 
@@ -77,55 +80,65 @@ def assert_same_losses(one: Path, other: Path) -> None:
 
 
 def test_the_number_of_processes_changes_nothing(twenty: Config, data: Path, tmp_path: Path) -> None:
-    """1, 2 and 4 processes, DDP and FSDP2; then 1 goes on from a checkpoint of 4, and 4 from one of 1."""
+    """1, 2 and 4 processes, DDP and FSDP2, AdamW and Muon; then 1 goes on from a checkpoint of 4, and 4 from
+    one of 1. Muon computes in bf16, which shows differences in the gradient's last digits sooner."""
     config.save(twenty, tmp_path / "config.json")
-    train(twenty, data, tmp_path / "one", RunOptions(save_every=7, keep=9))
-    rewind(tmp_path / "one", 7, tmp_path / "one-then-four")
-    before = losses(tmp_path / "one-then-four")
+    options = RunOptions(save_every=7, keep=9)
+    train(twenty, data, tmp_path / "one", options)
+    train(changed(twenty, optimizer="muon"), data, tmp_path / "one-muon", options)
+    train(changed(twenty, optimizer="muon", precision="bf16"), data, tmp_path / "one-bf16")
+    before = {}
+    for name in ("one", "one-muon"):
+        rewind(tmp_path / name, 7, tmp_path / f"{name}-then-four")
+        before[name] = losses(tmp_path / f"{name}-then-four")
     common = [Path(__file__).with_name("several_runs.py"), tmp_path / "config.json", data]
-    two = torchrun(2, *common, tmp_path / "two", f"{tmp_path}/two-sharded:shard")
-    shards = [f"{tmp_path}/four-sharded:shard", f"{tmp_path}/one-then-four:shard"]
-    words = finish(torchrun(4, *common, tmp_path / "four", *shards))
+
+    def started(processes: int, *runs: str) -> "subprocess.Popen[str]":
+        return torchrun(processes, *common, *(f"{tmp_path}/{run}" for run in runs))
+
+    on_two = ("two", "two-sharded:shard", "two-muon:muon", "two-sharded-muon:shard:muon")
+    two = started(2, *on_two, "two-sharded-bf16:shard:bf16:muon")
+    on_four = ("four", "four-sharded:shard", "four-muon:muon", "four-sharded-muon:shard:muon")
+    words = finish(started(4, *on_four, "one-then-four:shard", "one-muon-then-four:shard:muon"))
     finish(two)
-    assert words.count("going on from step 7") == 1
+    assert words.count("going on from step 7") == 2
     assert "it was saved with 1 threads in each of 1 processes" in words
-    assert losses(tmp_path / "one-then-four")[: len(before)] == before
+    for name, first in before.items():
+        assert losses(tmp_path / f"{name}-then-four")[: len(first)] == first
     for name in ("four", "four-sharded"):
         rewind(tmp_path / name, 7, tmp_path / f"{name}-then-one")
         train(twenty, data, tmp_path / f"{name}-then-one")
-    whole = headgate.load(tmp_path / "one").state_dict()
-    for run in tmp_path.iterdir():
-        if run.is_dir():
-            assert_same_losses(tmp_path / "one", run)
-            for key, tensor in headgate.load(run).state_dict().items():
-                assert torch.allclose(tensor, whole[key], atol=1e-3), (run.name, key)
-            ours, theirs = map(read_document_losses, (tmp_path / "one", run))
-            assert ours is not None
-            assert theirs is not None
-            assert ours.tokens.tolist() == theirs.tokens.tolist()
-            assert ours.loss == pytest.approx(theirs.loss, rel=1e-3)
 
-
-def test_muon_and_bf16_give_the_same_on_two_processes(twenty: Config, data: Path, tmp_path: Path) -> None:
-    """It computes in bf16, which shows differences in the gradient's last digits sooner than AdamW does."""
-    twenty = changed(twenty, optimizer="muon")
-    config.save(twenty, tmp_path / "config.json")
-    train(twenty, data, tmp_path / "one", RunOptions(save_every=7, keep=9))
-    train(changed(twenty, precision="bf16"), data, tmp_path / "one-bf16")
-    common = [Path(__file__).with_name("several_runs.py"), tmp_path / "config.json", data]
-    others = [f"{tmp_path}/two-sharded:shard", f"{tmp_path}/two-sharded-bf16:shard:bf16"]
-    finish(torchrun(2, *common, tmp_path / "two", *others))
-    for name in ("two", "two-sharded"):
-        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "one"), abs=2e-4)
-    in_half = losses(tmp_path / "two-sharded-bf16")
-    assert in_half == pytest.approx(losses(tmp_path / "one-bf16"), abs=0.02)
+    runs = [run for run in tmp_path.iterdir() if run.is_dir()]
+    assert len(runs) == 16
+    for run in runs:
+        if "bf16" in run.name:
+            assert losses(run) == pytest.approx(losses(tmp_path / "one-bf16"), abs=0.02)
+        elif "muon" in run.name:
+            assert losses(run) == pytest.approx(losses(tmp_path / "one-muon"), abs=2e-4)
+        else:
+            assert_same_run(tmp_path / "one", run)
+    assert any(line["gradient_norm"] > twenty.train.clip for line in told(tmp_path / "one"))
 
     # Gradients are summed in fp32, once a step for each layer and for the rest, however many passes it has.
     groups = twenty.model.n_layers + 1
-    whole, half = (collectives(tmp_path / name) for name in ("two-sharded", "two-sharded-bf16"))
+    whole, half = (collectives(tmp_path / name) for name in ("two-sharded-muon", "two-sharded-bf16"))
     assert whole["reduce_scatter float32"] == half["reduce_scatter float32"] == twenty.train.steps * groups
     assert half["allgather bfloat16"] > twenty.train.steps * groups
     assert sum(half.values()) == sum(whole.values()), "in bf16 something is gathered twice"
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """The same metrics, weights and losses of the documents."""
+    assert_same_losses(one, other)
+    whole = headgate.load(one).state_dict()
+    for key, tensor in headgate.load(other).state_dict().items():
+        assert torch.allclose(tensor, whole[key], atol=1e-3), (other.name, key)
+    ours, theirs = map(read_document_losses, (one, other))
+    assert ours is not None
+    assert theirs is not None
+    assert ours.tokens.tolist() == theirs.tokens.tolist()
+    assert ours.loss == pytest.approx(theirs.loss, rel=1e-3)
 
 
 def collectives(run: Path) -> dict[str, int]:

@@ -101,7 +101,7 @@ def test_a_gradient_that_is_not_finite_stops_too(
 ) -> None:
     from headgate.train import loop
 
-    monkeypatch.setattr(loop, "gradient_norm", lambda parameters: float("inf"))
+    monkeypatch.setattr(loop, "gradient_norm", lambda *_: float("inf"))
     with pytest.raises(HeadgateError, match="at step 1 the gradient's norm is inf"):
         train(micro, data, tmp_path / "run")
 

@@ -151,11 +151,19 @@ def test_how_a_run_is_carried_out_does_not_change_it(
         assert torch.equal(tensor, weights(tmp_path / "other")[name]), name
 
 
-@pytest.mark.parametrize(("at", "optimizer"), [(1, "adamw"), (4, "adamw"), (6, "muon"), (11, "adamw")])
+OTHERWISE: dict[str, Any] = {
+    "betas": (0.85, 0.98), "warmup_steps": 0, "warmup_share": 0.5, "schedule": "linear",
+    "attention_output_rate": 3.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("at", "settings"), [(1, {}), (4, OTHERWISE), (6, OTHERWISE | {"optimizer": "muon"}), (11, {})]
+)
 def test_a_run_stopped_and_resumed_is_the_run_never_stopped(
-    at: int, optimizer: str, data: Path, micro: Config, tmp_path: Path, stop_at: dict[str, Any]
+    at: int, settings: dict[str, Any], data: Path, micro: Config, tmp_path: Path, stop_at: dict[str, Any]
 ) -> None:
-    micro = changed(micro, optimizer=optimizer)
+    micro = changed(micro, **settings)
     train(micro, data, tmp_path / "whole")
     stop_at["at"] = at
     outcome = train(micro, data, tmp_path / "halved", RunOptions(track=("os",)))

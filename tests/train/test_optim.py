@@ -15,6 +15,7 @@ from headgate.train.optim import (
     gradient_norm,
     learning_rate,
     make_optimizer,
+    output_rates,
     parts,
     set_learning_rate,
 )
@@ -73,12 +74,15 @@ def test_each_role_has_a_learning_rate_of_its_own(role: str, micro: Config) -> N
         assert decay * scale == pytest.approx(0.1 if decay else 0.0), name
 
 
-def test_a_rate_of_the_output_is_a_multiplier_of_attention(micro: Config) -> None:
-    """From a scaled start: rate r, or rate 1 and a factor r behind the output projection, learn alike."""
+@pytest.mark.parametrize("clip", [1e9, 0.5])
+def test_a_rate_of_the_output_is_a_multiplier_of_attention(clip: float, micro: Config) -> None:
+    """From a scaled start: rate r, or rate 1 and a factor r behind the output projection, learn alike, also
+    where gradients are clipped."""
     base = replace(micro.model, start="scaled", tied_embeddings=False)
     losses = []
-    for rate, factor in ((0.1, 1.0), (1.0, 0.1)):
-        train = replace(micro.train, attention_output_rate=rate, learning_rate=1e-2)
+    clipped = 0
+    for rate, factor in ((20.0, 1.0), (1.0, 20.0)):
+        train = replace(micro.train, attention_output_rate=rate, learning_rate=1e-2, clip=clip)
         decoder = headgate.build_model(base, mechanism="full")
         for layer in decoder.layers:
             layer.attention.o_proj.register_forward_hook(lambda _, __, out, by=factor: out * by)
@@ -90,8 +94,12 @@ def test_a_rate_of_the_output_is_a_multiplier_of_attention(micro: Config) -> Non
             loss = decoder(tokens, tokens.roll(-1, 1))
             losses.append(loss.item())
             loss.backward()
+            norm = gradient_norm(list(decoder.parameters()), output_rates(decoder, train))
+            clipped += norm > clip
+            clip_gradients(list(decoder.parameters()), norm, clip)
             optimizer.step()
             optimizer.zero_grad()
+    assert clipped == (16 if clip < 1 else 0)
     assert losses[:8] == pytest.approx(losses[8:], rel=1e-4)
     assert losses[7] < losses[0] - 0.1
 
@@ -150,9 +158,10 @@ def test_clipping_scales_to_the_norm_and_leaves_small_gradients_alone() -> None:
     parameters = [torch.zeros(3, requires_grad=True), torch.zeros(2, 2, requires_grad=True)]
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, 2.0)
-    norm = gradient_norm(parameters)
+    norm = gradient_norm(parameters, {})
     assert norm == pytest.approx(2 * 7**0.5)
+    assert gradient_norm(parameters, {parameters[0]: 3.0}) == pytest.approx(2 * (9 * 3 + 4) ** 0.5)
     clip_gradients(parameters, norm, 100.0)
-    assert gradient_norm(parameters) == norm
+    assert gradient_norm(parameters, {}) == norm
     clip_gradients(parameters, norm, 1.0)
-    assert gradient_norm(parameters) == pytest.approx(1.0)
+    assert gradient_norm(parameters, {}) == pytest.approx(1.0)
