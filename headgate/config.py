@@ -440,7 +440,7 @@ class StudyOptions:
     """What to tune, as in train.learning_rate=1e-3..1e-2,model.rope_theta=[100,10000]; when absent learning
     rate, attention_output_rate and rope_theta around the recipe's, and what a mechanism declares."""
     published: bool = True
-    """With --tune: also judge all variants as published."""
+    """Judge all variants as published too, beside the tuned ones of --tune."""
     ladder: str = ""
     """Multiples of the budget to train the baseline at as well, as in 0.25,1,4, so that a difference has a
     price in compute."""

@@ -1,6 +1,9 @@
 """What a study will take, before anything starts: runs, tokens and hours of each phase."""
 
 import math
+import subprocess
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +16,19 @@ from headgate.config import Config
 from headgate.files import read_json
 from headgate.progress import duration, table_console
 
+EVALUATION = 1 / 3
+"""What a token that is evaluated takes of one that is trained on: the forward pass alone."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast runs go."""
+
+    seconds: Mapping[str, float]
+    """Of a token that is trained on, by label."""
+    start: float
+    """Seconds before a run's process begins to train."""
+
 
 @dataclass(frozen=True)
 class Phase:
@@ -24,12 +40,20 @@ class Phase:
 
 
 def trial_budget(trials: int) -> tuple[int, float]:
-    """Runs that halving starts, and how much it trains in units of a whole run."""
-    left, before, total = trials, 0.0, 0.0
+    """How often halving starts or resumes a run, and how much it trains in units of a whole run."""
+    starts, left, before, total = 0, trials, 0.0, 0.0
     for share in RUNGS:
+        starts += left
         total += left * (share - before)
         before, left = share, min(left, max(LEAST, math.ceil(left / 2)))
-    return trials, total
+    return starts, total
+
+
+def start_seconds() -> float:
+    """How long a run's process takes to load what it needs."""
+    before = time.perf_counter()
+    subprocess.run([sys.executable, "-c", "import headgate.train.loop"], check=True)
+    return time.perf_counter() - before
 
 
 def past_speeds(folder: StudyFolder, study: Study, base: Config) -> dict[str, float]:
@@ -41,17 +65,25 @@ def past_speeds(folder: StudyFolder, study: Study, base: Config) -> dict[str, fl
     return found
 
 
-def forecast(study: Study, base: Config, seconds: Mapping[str, float]) -> list[Phase]:
-    """By phase; `seconds` a token, by label."""
+def forecast(study: Study, base: Config, pace: Pace) -> list[Phase]:
+    """By phase."""
+    train, validation = base.train, study.data.val_tokens
+    evaluated = min(train.evaluate_tokens, validation)
+    # The last evaluation goes on to the losses of the documents.
+    documents = max(evaluated, min(train.document_tokens or validation, validation)) - evaluated
 
-    def phase(name: str, labels: Sequence[str], each: float, runs: int) -> Phase:
-        """So many whole runs' worth of training for each of the variants."""
-        tokens = {label: each * tokens_of(label) for label in labels}
-        work = sum(tokens[label] * seconds[label] for label in labels)
-        return Phase(name, runs * len(labels), sum(tokens.values()), work)
+    def phase(name: str, labels: Sequence[str], each: float, runs: int, starts: int | None = None) -> Phase:
+        """So many whole runs' worth of training for each of the variants; trials have `starts` beside runs,
+        are evaluated at each rung and keep no documents."""
+        trained = {label: each * tokens_of(label) for label in labels}
+        evaluations = each * (1 / RUNGS[0] if starts else math.ceil(train.steps / train.evaluate_every))
+        checked = evaluations * evaluated + (0 if starts else runs * documents)
+        work = sum((trained[label] + EVALUATION * checked) * pace.seconds[label] for label in labels)
+        work += (starts or runs) * len(labels) * pace.start
+        return Phase(name, runs * len(labels), sum(trained.values()), work)
 
     def tokens_of(label: str) -> float:
-        return base.train.tokens * study.steps.get(label, base.train.steps) / base.train.steps
+        return train.tokens * study.steps.get(label, train.steps) / train.steps
 
     labels = [variant.label for variant in study.variants]
     controls = [variant.label for variant in study.variants if variant.control]
@@ -61,8 +93,8 @@ def forecast(study: Study, base: Config, seconds: Mapping[str, float]) -> list[P
         found.append(phase("controls", controls, study.seeds, study.seeds))
         found.append(phase("judging, untuned", named, study.seeds, study.seeds))
     if study.tune:
-        runs, budget = trial_budget(study.tune)
-        found.append(phase("tuning", labels, budget, runs))
+        (starts, budget), seeds = trial_budget(study.tune), study.tuning_seeds
+        found.append(phase("tuning", labels, seeds * budget, seeds * study.tune, seeds * starts))
         found.append(phase("judging, tuned", labels, study.seeds, study.seeds))
     others = [multiple for multiple in study.ladder if multiple != 1]
     if others:
@@ -83,7 +115,7 @@ def print_forecast(study: Study, phases: Sequence[Phase], at_once: int, source: 
     console.print(table)
     runs = sum(one.runs for one in phases)
     words = [f"In all {runs:,} runs, about {duration(total / at_once)} with {at_once} at once"]
-    words.append(f"speeds are those of {source}; evaluations and the measuring of costs come on top")
+    words.append(f"speeds are those of {source}; the measuring of costs comes on top")
     if study.tune:
         most = trial_budget(max(LEAST, study.tune // 2))[1] / trial_budget(study.tune)[1]
         words.append(f"an optimum at the edge adds {most:.0%} of the tuning, at most {EXTENSIONS} times")

@@ -15,7 +15,7 @@ from headgate.compare.claims import check_variants
 from headgate.compare.controls import with_controls
 from headgate.compare.executors.executor import make_executor, run_alone
 from headgate.compare.folder import PUBLISHED, TUNED, Study, StudyFolder, Winners
-from headgate.compare.forecast import forecast, past_speeds, print_forecast
+from headgate.compare.forecast import Pace, forecast, past_speeds, print_forecast, start_seconds
 from headgate.compare.jobs import Job, JobRunner, RunsJobs, failure
 from headgate.compare.judging import undecided
 from headgate.compare.price import parse_ladder
@@ -122,7 +122,7 @@ def _forecast(folder: StudyFolder, study: Study, base: Config, at_once: int) -> 
         tokens = base.train.tokens / base.train.steps / base.train.accumulation
         measured = step_seconds(configs, study.threads)
         seconds, source = {label: spent / tokens for label, spent in measured.items()}, "steps taken just now"
-    print_forecast(study, forecast(study, base, seconds), at_once, source)
+    print_forecast(study, forecast(study, base, Pace(seconds, start_seconds())), at_once, source)
 
 
 @dataclass
