@@ -128,16 +128,18 @@ def figures_of(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """By label: the winning settings and the differences to full attention, untuned and tuned, in words."""
 
     def words(found: dict[str, Any]) -> str:
+        if found["low"] is None:
+            return str(found["verdict"])
         return f"{found['verdict']}: {found['mean']:+.5f} ({found['low']:+.5f} to {found['high']:+.5f})"
 
     settings = {one["label"]: one["settings"] for one in results["tuning"]["variants"]}
     return {
         row["label"]: {
             "settings": settings[row["label"]],
-            "untuned": words(row["published"]["difference"]) if row["published"]["difference"] else None,
-            "tuned": words(row["difference"]) if row["difference"] else None,
+            "untuned": words(row["published"]["difference"]),
+            "tuned": words(row["difference"]),
         }
-        for row in results["variants"]
+        for row in results["variants"][1:]
     }
 
 

@@ -80,9 +80,8 @@ def _beats(baseline: str, control: Mapping[str, Any], role: str) -> dict[str, An
     passed = None if difference["verdict"] == "not tested" else difference["verdict"] == "worse"
     words = f"{baseline} is {'shown' if passed else 'not shown'} to beat {_plainly(control['label'], role)}"
     if difference["low"] is not None:
-        # The other way round: by how much the baseline is better.
         ends = f"{difference['low']:+.4f} to {difference['high']:+.4f}"
-        words += f" ({difference['mean']:+.4f}, {ends} nats a token above {baseline})"
+        words += f" ({difference['mean']:+.4f} nats a token against {baseline}, {ends})"
     return {"what": role, "passed": passed, "words": words}
 
 
