@@ -181,8 +181,8 @@ class StudyFolder:
         )
 
     def judged(self, study: Study, base: Config, variant: Variant, seed: int, winners: Winners | None) -> Job:
-        """A judged run: as published, or with the settings that won the tuning."""
-        if winners is None:
+        """A judged run: as published, or with the settings that won the tuning, if any."""
+        if winners is None or not winners[variant.label].settings:
             return self.job(study, base, variant, seed)
         trial = winners[variant.label]
         changed, settings = trial.of(variant)

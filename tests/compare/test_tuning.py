@@ -198,6 +198,20 @@ def test_trials_that_diverge_lose(tuner: Callable[..., Tuner]) -> None:
     assert none["full"].winner == Trial(0)
 
 
+def test_a_winner_that_is_the_recipe_is_not_trained_twice(tuner: Callable[..., Tuner]) -> None:
+    tuned = tuner(None)
+
+    def judged(winner: Trial | None) -> Job:
+        variant = tuned.study.variants[1]
+        winners = None if winner is None else {variant.label: winner}
+        return tuned.folder.judged(tuned.study, tuned.base, variant, 0, winners)
+
+    assert judged(Trial(0)).folder == judged(None).folder
+    other = judged(Trial(3, {"train.learning_rate": 0.1}))
+    assert other.folder != judged(None).folder
+    assert other.settings == ("train.learning_rate=0.1",)
+
+
 def test_the_expected_best_of_n_trials() -> None:
     tried = tuple(Tried(Trial(n), (loss,)) for n, loss in enumerate((3.0, 1.0, 2.0)))
     found = Tuned("v", tried, ()).expected_best()
