@@ -6,7 +6,7 @@
    they show no difference. Full attention under another name is the same by construction. Attention that
    does not see the last 4 tokens is found to be worse, tuned or not.
 2. Full attention with one set of seeds against itself with another: no difference in 95% of studies. The
-   studies are drawn from one pool of runs, so they are not independent of each other.
+   studies are drawn from one pool of runs, so their share is known only as well as the pool allows.
 3. Simulated studies (simulated_studies.py), which are independent: false verdicts, coverage, power.
 
 The text is that of Python's standard library, as bytes. Runs are trained in this process, without the start
@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import scipy.stats
 import torch
 from simulated_studies import KNOWN_TO_MISS, keeps_promises, table
 
@@ -170,6 +172,20 @@ def seed_sets(
     return claimed / studies
 
 
+def most_claims(*, runs: int, seeds: int, pools: int = 500, studies: int = 1000) -> float:
+    """What `seed_sets` gives for at most one pool in a hundred if the test errs in exactly 5% of studies: for
+    runs that are normal, and an ordinary test of the pairs' differences."""
+    draw = np.random.default_rng(0)
+    chosen = np.stack([draw.permutation(runs)[: 2 * seeds] for _ in range(studies)])
+    far = scipy.stats.t.ppf(0.975, seeds - 1) / seeds**0.5
+    shares = []
+    for losses in draw.normal(size=(pools, runs)):
+        differences = losses[chosen[:, :seeds]] - losses[chosen[:, seeds:]]
+        claimed = np.abs(differences.mean(1)) > far * differences.std(1, ddof=1)
+        shares.append(claimed.mean())
+    return float(np.quantile(shares, 0.99))
+
+
 def seconds_used() -> float:
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
@@ -194,7 +210,7 @@ def main() -> None:
     before = seconds_used()
     sizes = {"steps": given.steps, "seeds": given.seeds, "tune": given.tune}
     results = known_study(home, **sizes, controls=not given.no_controls)
-    report["core minutes of the tuned study"] = round((seconds_used() - before) / 60, 1)
+    report["core minutes of the study, as far as it was run now"] = round((seconds_used() - before) / 60, 1)
     report["differences to full attention"] = figures_of(results)
     report["headline"] = results["headline"]
     found = verdicts_of(results)
@@ -205,9 +221,10 @@ def main() -> None:
         "another name is the same by construction": set(found["full again"]) == {"same by construction"},
     }
     if given.runs:
-        share = seed_sets(home, steps=given.steps, runs=given.runs, seeds=5, studies=1000)
-        report["false verdicts over seed sets"] = share
-        answers["other seeds show no difference in 95% of studies"] = share <= 0.05
+        share = seed_sets(home, steps=given.steps, runs=given.runs, seeds=5, studies=10_000)
+        most = most_claims(runs=given.runs, seeds=5)
+        report["false verdicts over seed sets"] = {"share": share, "most by chance": round(most, 4)}
+        answers["other seeds show no difference in 95% of studies"] = share <= most
     if given.studies:
         rows = table(given.studies)
         report["simulated"] = rows
