@@ -172,7 +172,7 @@ def seed_sets(
     return claimed / studies
 
 
-def most_claims(*, runs: int, seeds: int, pools: int = 500, studies: int = 1000) -> float:
+def most_claims(*, runs: int, seeds: int, studies: int, pools: int = 500) -> float:
     """What `seed_sets` gives for at most one pool in a hundred if the test errs in exactly 5% of studies: for
     runs that are normal, and an ordinary test of the pairs' differences."""
     draw = np.random.default_rng(0)
@@ -221,8 +221,8 @@ def main() -> None:
         "another name is the same by construction": set(found["full again"]) == {"same by construction"},
     }
     if given.runs:
-        share = seed_sets(home, steps=given.steps, runs=given.runs, seeds=5, studies=10_000)
-        most = most_claims(runs=given.runs, seeds=5)
+        pool = {"runs": given.runs, "seeds": 5, "studies": 10_000}
+        share, most = seed_sets(home, steps=given.steps, **pool), most_claims(**pool)
         report["false verdicts over seed sets"] = {"share": share, "most by chance": round(most, 4)}
         answers["other seeds show no difference in 95% of studies"] = share <= most
     if given.studies:

@@ -24,6 +24,6 @@ def test_a_study_gives_the_answers_that_are_known(tmp_path: Path) -> None:
 
 def test_other_seeds_make_no_difference(tmp_path: Path) -> None:
     """Studies of full attention against itself, each with three seeds of its own out of ten."""
-    pool = {"runs": 10, "seeds": 3}
-    claimed = seed_sets(tmp_path, steps=10, **pool, studies=1000, settings=FEWER)
+    pool = {"runs": 10, "seeds": 3, "studies": 1000}
+    claimed = seed_sets(tmp_path, steps=10, **pool, settings=FEWER)
     assert 0 < claimed <= most_claims(**pool)
