@@ -129,14 +129,7 @@ class Estimate:
 
     def half(self, level: float) -> float:
         """Half the width of the interval of 1 - level."""
-        parts = self._parts
-        quantiles = [t_quantile(1 - level / 2, part.df) * math.sqrt(part.variance) for part in parts]
-        if len(parts) < 2:
-            return sum(quantiles)
-        from scipy.optimize import brentq
-
-        most = 3 * sum(quantiles)
-        return float(brentq(lambda half: self.tail(half) - level, 0.0, most, xtol=1e-9 * most))
+        return half_width(self.seeds, self.documents, level)
 
     def df(self, level: float) -> float:
         """Degrees of freedom of the t distribution that gives the same interval."""
@@ -152,6 +145,20 @@ class Estimate:
     def detectable(self, level: float) -> float:
         """The smallest difference that a test at `level` with this error shows with a power of 0.8."""
         return 0.0 if self.error == 0 else detectable_shift(self.df(level), level) * self.error
+
+
+@lru_cache(maxsize=256)
+def half_width(seeds: VariancePart, documents: VariancePart | None, level: float) -> float:
+    """Half the width of an estimate's interval; asked for again by its degrees of freedom."""
+    estimate = Estimate(0.0, seeds, documents)
+    parts = estimate._parts
+    quantiles = [t_quantile(1 - level / 2, part.df) * math.sqrt(part.variance) for part in parts]
+    if len(parts) < 2:
+        return sum(quantiles)
+    from scipy.optimize import brentq
+
+    most = 3 * sum(quantiles)
+    return float(brentq(lambda half: estimate.tail(half) - level, 0.0, most, xtol=1e-9 * most))
 
 
 @dataclass(frozen=True)
