@@ -1,6 +1,6 @@
 """context-adaptive: a gate mixes a window of learned width with top-k keys (CAA, aardXiv 2510.00076).
 
-    g_i = sigmoid(MLP(RMSNorm(x_i)))                  one value per head; the MLP goes C -> C/4 -> H
+    g_i = sigmoid(MLP(RMSNorm(x_i)))     one value per head, C -> C/4 -> H; the paper: "careful normalization"
     out_i^h = g_i^h * local_i^h + (1 - g_i^h) * global_i^h
 
 local: keys up to `window` away as they are; from there to `max_window` with log w_i added to their logit,
@@ -81,7 +81,6 @@ class ContextAdaptive(Mechanism):
         c, hidden = heads.d_model, max(1, heads.d_model // 4)
         self.gate = self.width = None
         if options.gate == "learned":
-            # The norm is the paper's "gate gradients require careful normalization".
             norm, out = nn.RMSNorm(c, eps=1e-6), nn.Linear(hidden, heads.n_heads, options.gate_bias)
             self.gate = nn.Sequential(norm, nn.Linear(c, hidden), nn.GELU(), out)
         if options.width == "learned" and options.gate != "global":

@@ -272,7 +272,6 @@ REACH = {
     "value-residual": 40,
     "moba": 32,
     "dynamic-sparse:gate_bias=false": 0,
-    "near-far:gate_bias=false,opening=0.5": 0,
     "head-gated:gate_bias=false": 12,
     "context-adaptive:gate_bias=false": 2,
     "gated": 0,

@@ -93,7 +93,6 @@ def step(folder: Path) -> Any:
         "dynamic-sparse:window=6,dense_prefix=0,gate_bias=false",
         "gated:head",
         "gated:head+dynamic-sparse:window=6,dense_prefix=7,gate_bias=false",
-        "near-far:window=6,stretch=1,gate_bias=false,opening=0.5",
     ],
 )
 def test_step3p5(mechanism: str, tmp_path: Path) -> None:
