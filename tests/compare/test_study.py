@@ -219,7 +219,7 @@ def test_a_crash_is_reported_and_the_rest_goes_on(data: Path, micro: Config, tmp
     assert [run["state"] for run in results["variants"][0]["runs"]] == ["finished", "finished"]
     assert [run["state"] for run in results["variants"][1]["runs"]] == ["finished", "failed"]
     reason = results["variants"][1]["runs"][1]["reason"]
-    assert "holds 'notes.txt' and no config.json" in reason
+    assert "holds 'notes.txt' but no config.json" in reason
     assert results["variants"][1]["difference"]["verdict"] == "not tested"
     assert "1 of 2 seeds failed" in (out / "results.md").read_text()
 

@@ -147,7 +147,7 @@ def test_data_may_move_or_be_another_in_the_same_tokens(run: Path, data: Path, t
     other = evaluate_run(run, split="train", data=tmp_path / "same")
     assert other == evaluate_run(run, split="train", data=tmp_path / "own")
     assert other["loss"] != own["loss"]
-    with pytest.raises(HeadgateError, match=r"another' was prepared with another tokenizer than .*run'"):
+    with pytest.raises(HeadgateError, match=r"another' was prepared with a different tokenizer from .*run'"):
         evaluate_run(run, split="train", data=tmp_path / "another")
 
 

@@ -276,7 +276,7 @@ def test_what_cannot_work_is_said_before_anything_is_written(
 
 def test_a_folder_of_something_else_is_refused(data: Path, micro: Config, tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("mine")
-    with pytest.raises(HeadgateError, match=r"holds 'thesis.tex' and no config.json, so it is no run"):
+    with pytest.raises(HeadgateError, match=r"holds 'thesis.tex' but no config.json, so it is not a run"):
         train(micro, data, tmp_path)
     with pytest.raises(HeadgateError, match="is a file; expected a folder"):
         train(micro, data, tmp_path / "thesis.tex")
@@ -301,7 +301,7 @@ def test_only_one_process_trains_a_folder(data: Path, micro: Config, tmp_path: P
 
 
 def test_shard_needs_torchrun(data: Path, micro: Config, tmp_path: Path) -> None:
-    with pytest.raises(HeadgateError, match="there is only this one; start it with torchrun"):
+    with pytest.raises(HeadgateError, match="there is only one; start it with torchrun"):
         train(micro, data, tmp_path / "run", RunOptions(shard=True))
     with pytest.raises(HeadgateError, match="device='gpu' is not a device"):
         train(micro, data, tmp_path / "run", RunOptions(device="gpu"))
