@@ -8,9 +8,9 @@ processor's own time, which a busy machine disturbs less.
 
 1. `full` against Qwen3ForCausalLM.generate with the same weights, which gives the same tokens: whole calls,
    prompt and all.
-2. Mechanisms with a window: time a decoded token and bytes of the cache at a context of 65,536 tokens against
-   2,048. `full` stands beside them to show what the window saves.
-3. Skipping closed gates: time a decoded token when a share of dynamic-sparse's heads is closed.
+2. Mechanisms with a window: time per decoded token and bytes of the cache at a context of 65,536 tokens
+against 2,048. `full` stands beside them to show what the window saves.
+3. Skipping closed gates: time per decoded token when a share of dynamic-sparse's heads is closed.
 4. Peak memory of a prompt, above that of the model, run in chunks and at once, each in a fresh process.
 """
 

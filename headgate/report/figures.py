@@ -392,13 +392,13 @@ def skipping_figure(results: Mapping[str, Any], painter: Painter) -> PageFigure 
     view = painter.lines(
         rows,
         alt.X("skipped:Q", title="share not computed", axis=alt.Axis(format=".0%", tickCount=5)),
-        ("loss_cost", "loss it costs"),
+        ("loss_cost", "added loss"),
         [
             VARIANT,
             ("skip_below", "gates below", ".2f"),
             ("skipped", "not computed", ".1%"),
-            ("time", "time a decoded token", ".2f"),
-            ("loss_cost", "loss it costs", "+.4f"),
+            ("time", "time per decoded token", ".2f"),
+            ("loss_cost", "added loss", "+.4f"),
         ],
         "Each point is a threshold: what lies behind a gate below it is not computed in decoding.",
         format="+.3~f",

@@ -75,14 +75,14 @@ def test_evaluate_shows_it(home: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert told["skipping"][1]["loss_cost"] == told["skipping"][1]["loss"] - told["loss"]
     command(["evaluate", str(home / "run"), "--tokens", "48", "--skip-below", "0.1"])
     shown = capsys.readouterr().out
-    assert "time a decoded token" in shown
-    assert "loss it costs" in shown
+    assert "time per decoded token" in shown
+    assert "added loss" in shown
 
 
 def test_bad_thresholds_are_refused_before_anything_is_measured(home: Path) -> None:
     with pytest.raises(HeadgateError, match=r"skip_below=0.7 is out of range"):
         gate_skipping(home / "run", [0.1, 0.7])
-    with pytest.raises(HeadgateError, match="there is no threshold to measure"):
+    with pytest.raises(HeadgateError, match="there are no thresholds to measure"):
         gate_skipping(home / "run", [])
     plain = replace(SETTINGS, model=replace(SETTINGS.model, mechanism=(MechanismSpec("full"),)))
     train(plain, home / "data", home / "full")
