@@ -154,7 +154,7 @@ def _refuse_another(
     """Raise, naming the difference, unless this asks for what the folder was started with."""
     asked = config.to_dict(request)
     differences = [
-        f"{name}={begun.get(name)!r}, not {'none' if value is None else repr(value)}"
+        f"{name}={begun.get(name)!r} and not {'none' if value is None else repr(value)}"
         for name, value in asked.items()
         if begun.get(name) != value
     ]

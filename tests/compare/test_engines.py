@@ -180,7 +180,7 @@ def test_an_engine_that_is_not_there_is_one_sentence(tmp_path: Path, monkeypatch
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(HeadgateError, match="--on ray needs Ray; install it with: pip install"):
         make_executor(tmp_path, 1, EngineOptions(on="ray"))
-    with pytest.raises(HeadgateError, match=r"--slurm 'time=5' is for --on slurm, and --on is local"):
+    with pytest.raises(HeadgateError, match=r"--slurm 'time=5' is for --on slurm, but --on is local"):
         EngineOptions(slurm="time=5")
     with pytest.raises(HeadgateError, match="has 'gpu' without a value"):
         EngineOptions(on="slurm", slurm="gpu")
