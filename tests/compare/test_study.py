@@ -241,7 +241,7 @@ def test_a_study_is_not_mixed_with_another(study: Path, micro: Config, data: Pat
     with pytest.raises(HeadgateError, match="'dynamic-sparse' meaning"):
         run_study(["local@dynamic-sparse"], data, study, settings, options)
     (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(HeadgateError, match=r"is taken and holds no study\.json"):
+    with pytest.raises(HeadgateError, match=r"is in use but has no study\.json"):
         run_study(names, data, tmp_path, settings, options)
     with pytest.raises(HeadgateError, match=r"has no study\.json"):
         study_results(tmp_path)
