@@ -105,9 +105,7 @@ class StudyFolder:
             not self.path.is_dir() or any(child.name != ".lock" for child in self.path.iterdir())
         )
         if taken and not self.begun:
-            raise HeadgateError(
-                f"{str(self.path)!r} is in use but has no study.json; choose another folder"
-            )
+            raise HeadgateError(f"{str(self.path)!r} is in use but has no study.json; choose another folder")
 
     def take(self, asked: Study, base: Config) -> Study:
         """Claim the folder for this study, or extend the study that it holds with what is new."""
