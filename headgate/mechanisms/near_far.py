@@ -5,7 +5,7 @@
     out_i^h = g_i^h * attention of q_i^h over its reach
 
 The first half of the key-value heads are near, the others far, each with its query heads; a single one is
-far. A gate that starts nearly closed makes what attention puts out quiet and slow to learn.
+far. A gate that starts nearly closed makes attention's output quiet and slow to learn.
 """
 
 import math
@@ -29,7 +29,7 @@ class NearFarOptions(MechanismOptions):
     stretch: int = 8
     """How many times as far the far heads reach."""
     gate: Literal["learned", "constant", "open"] = "learned"
-    """How the heads are weighted: by the learned gate, by a learned constant of each, or all by 1."""
+    """How the heads are weighted: by the learned gate, by a learned constant for each, or all by 1."""
     opening: float = 0.05
     """How far the gate is open when training starts."""
     gate_bias: bool = True
@@ -41,7 +41,7 @@ class NearFarOptions(MechanismOptions):
             raise HeadgateError(f"opening={self.opening} is out of range; expected a share between 0 and 1")
         if not self.gate_bias and self.gate == "learned" and self.opening != 0.5:
             raise HeadgateError(
-                f"opening={self.opening} needs a bias, which gate_bias=false takes away; give opening=0.5"
+                f"opening={self.opening} needs a bias, which gate_bias=false removes; give opening=0.5"
             )
 
 
@@ -93,7 +93,7 @@ class NearFar(Mechanism):
         return (ops.Span(self.windows[0]), "gate") if same and self.gate is not None else None
 
     def start_as_full(self) -> float:
-        """Its gates start open, by their bias."""
+        """Its gates start open, through their bias."""
         if self.gate is not None:
             if not self.options.gate_bias:
                 return 0

@@ -86,5 +86,5 @@ def test_bad_thresholds_are_refused_before_anything_is_measured(home: Path) -> N
         gate_skipping(home / "run", [])
     plain = replace(SETTINGS, model=replace(SETTINGS.model, mechanism=(MechanismSpec("full"),)))
     train(plain, home / "data", home / "full")
-    with pytest.raises(HeadgateError, match="no mechanism of this model has a learned gate to follow"):
+    with pytest.raises(HeadgateError, match="no mechanism in this model has a learned gate to follow"):
         gate_skipping(home / "full", [0.1])

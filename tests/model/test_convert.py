@@ -484,8 +484,11 @@ def test_a_faulty_source_is_one_sentence_and_nothing_is_written(
         ({"mechanism": "local:windw=3"}, "local has no option 'windw'"),
         ({"mechanism": "[local, full]"}, "unknown mechanism '.local, full.'; known are"),
         ({"dtype": "int8"}, "dtype='int8' is not a choice"),
-        ({"to": "llama"}, "qk_norm=true with qkv_bias=false is no llama, which has neither; write --to qwen"),
-        ({"to": "mistral"}, "is no mistral"),
+        (
+            {"to": "llama"},
+            "qkv_bias=false is not llama, which has neither; write --to qwen",
+        ),
+        ({"to": "mistral"}, "is not mistral"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], words: str, qwen: Path, tmp_path: Path) -> None:

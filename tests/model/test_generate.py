@@ -310,7 +310,7 @@ def test_a_full_cache_holds_no_more_than_it_will_need() -> None:
         ({"tokens": torch.zeros(3, dtype=torch.long)}, r"the prompts have shape \(3,\); expected \(B,T\)"),
         (
             {"skip_below": 0.1},
-            "skip_below=0.1 would do nothing: no mechanism of this model has a learned gate",
+            "skip_below=0.1 would do nothing: no mechanism in this model has a learned gate",
         ),
         ({"skip_below": 0.7}, "skip_below=0.7 is out of range"),
     ],
