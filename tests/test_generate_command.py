@@ -38,8 +38,8 @@ def run_folder(tmp_path: Path) -> Path:
 
 def generated(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, str]:
     run(["generate", *arguments])
-    told = capsys.readouterr()
-    return told.out, told.err
+    printed = capsys.readouterr()
+    return printed.out, printed.err
 
 
 def test_the_text_is_that_of_the_tokens(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

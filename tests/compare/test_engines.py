@@ -158,11 +158,11 @@ def test_status_and_cancel(
     front = subprocess.Popen([sys.executable, "-m", "headgate", *words], stderr=subprocess.PIPE, text=True)
     wait_until(lambda: last_step(out / "runs/full/seed-0") >= 2, front)
     cli.run(["status", str(out), "--json"])
-    told = json.loads(capsys.readouterr().out)
-    assert told["counts"] == {"running": 1, "failed": 0, "stopped": 0, "queued": 3, "finished": 0}
-    (running,) = [run for run in told["runs"] if run["state"] == "running"]
+    result = json.loads(capsys.readouterr().out)
+    assert result["counts"] == {"running": 1, "failed": 0, "stopped": 0, "queued": 3, "finished": 0}
+    (running,) = [run for run in result["runs"] if run["state"] == "running"]
     assert (running["name"], running["engine"], running["end"]) == ("full, seed 0", "local", 100_000)
-    assert told["seconds_left"] > 0
+    assert result["seconds_left"] > 0
     cli.run(["cancel", str(out)])
     assert "stopping 4 runs" in capsys.readouterr().out
     assert front.wait(HANG) == 2

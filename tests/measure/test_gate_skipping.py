@@ -70,9 +70,9 @@ def test_more_is_skipped_at_higher_thresholds_and_the_loss_is_that_of_the_rounde
 
 def test_evaluate_shows_it(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command(["evaluate", str(home / "run"), "--tokens", "48", "--skip-below", "0.1", "0.3", "--json"])
-    told = json.loads(capsys.readouterr().out)
-    assert [row["skip_below"] for row in told["skipping"]] == [0.1, 0.3]
-    assert told["skipping"][1]["loss_cost"] == told["skipping"][1]["loss"] - told["loss"]
+    result = json.loads(capsys.readouterr().out)
+    assert [row["skip_below"] for row in result["skipping"]] == [0.1, 0.3]
+    assert result["skipping"][1]["loss_cost"] == result["skipping"][1]["loss"] - result["loss"]
     command(["evaluate", str(home / "run"), "--tokens", "48", "--skip-below", "0.1"])
     shown = capsys.readouterr().out
     assert "time per decoded token" in shown

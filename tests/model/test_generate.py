@@ -241,7 +241,9 @@ def test_stops_end_a_row_where_they_occur_in_what_is_new() -> None:
 def test_the_stream_sees_every_token_as_it_comes() -> None:
     decoder, seen = small_decoder("local"), []
     starts = [prompt(3), prompt(8), prompt(3, seed=1)]
-    completions = decoder.generate(starts, 15, seed=4, stop=[1, 2, 3], stream=lambda *told: seen.append(told))
+    completions = decoder.generate(
+        starts, 15, seed=4, stop=[1, 2, 3], stream=lambda *given: seen.append(given)
+    )
     for row, completion in enumerate(completions):
         assert [token for r, token in seen if r == row] == completion.tokens
     assert sorted(row for row, _ in seen[:3]) == [0, 1, 2]

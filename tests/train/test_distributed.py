@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_runs import changed, told
+from small_runs import changed, repeatable_metrics
 from waiting import HANG, wait_until
 
 import headgate
@@ -65,7 +65,7 @@ def losses(run: Path) -> list[float]:
 
 def assert_same_losses(one: Path, other: Path) -> None:
     assert losses(one) == pytest.approx(losses(other), abs=1e-4)
-    for ours, theirs in zip(told(one), told(other), strict=True):
+    for ours, theirs in zip(repeatable_metrics(one), repeatable_metrics(other), strict=True):
         assert ours["tokens"] == theirs["tokens"]
         assert ours["gradient_norm"] == pytest.approx(theirs["gradient_norm"], abs=1e-4)
         if "validation" in ours:

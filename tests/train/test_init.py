@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_runs import changed, told
+from small_runs import changed, repeatable_metrics
 
 import headgate
 from headgate.cli import run as command
@@ -39,7 +39,7 @@ def test_a_run_begins_with_them_and_the_gates_move(
     for name, parameter in after.named_parameters():
         moved = (parameter - before.get_parameter(name).float()).abs().max()
         assert moved > 1e-3 if ".mechanism." in name else moved < 1e-4, name
-    gates = [line["gates"][0]["mean"] for line in told(tmp_path / "run") if "gates" in line]
+    gates = [line["gates"][0]["mean"] for line in repeatable_metrics(tmp_path / "run") if "gates" in line]
     assert gates[0] > 0.99
     assert gates[-1] < gates[0] - 1e-4
 
@@ -69,7 +69,7 @@ def test_a_run_that_stopped_before_its_first_checkpoint_begins_with_them_again(
         with pytest.raises(Killed):
             train(micro, data, tmp_path / "run", init=weights)
     train(micro, data, tmp_path / "run")
-    assert told(tmp_path / "run") == told(tmp_path / "whole")
+    assert repeatable_metrics(tmp_path / "run") == repeatable_metrics(tmp_path / "whole")
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     shutil.rmtree(weights)
     with pytest.raises(HeadgateError, match="the weights it started from are no longer in"):
