@@ -29,7 +29,7 @@ class NearFarOptions(MechanismOptions):
     stretch: int = 8
     """How many times as far the far heads reach."""
     gate: Literal["learned", "constant", "open"] = "learned"
-    """How the heads are weighted: by the learned gate, by a learned constant of each, or all by 1."""
+    """How the heads are weighted: by the learned gate, by a learned constant for each, or all by 1."""
     opening: float = 0.05
     """How far the gate is open when training starts."""
 
@@ -81,7 +81,7 @@ class NearFar(Mechanism):
         return None if self.skips or len(set(self.windows)) > 1 else ops.Span(self.windows[0])
 
     def start_as_full(self) -> float:
-        """Its gates start open, by their bias."""
+        """Its gates start open, through their bias."""
         if self.gate is not None:
             fix_gate(self.gate)
         if self.constant is not None:

@@ -254,7 +254,7 @@ def test_packing_is_best_fit_and_goes_on_exactly(tmp_path: Path) -> None:
         assert all(torch.equal(a, b) for a, b in zip(row, next(after), strict=True))
     with pytest.raises(HeadgateError, match="state has no 'sequences'"):
         Loader(split, **options, state=Loader(split, length=50, batch_size=3, seed=5).state())
-    with pytest.raises(HeadgateError, match="packing='whole' lays documents together"):
+    with pytest.raises(HeadgateError, match="packing='whole' puts documents together"):
         Loader(split, length=50, batch_size=3, packing="whole")
 
 
