@@ -280,7 +280,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         Loader(split, length=50, batch_size=1)
     with pytest.raises(HeadgateError, match="length=0 is too small"):
         Loader(split, length=0, batch_size=1)
-    with pytest.raises(HeadgateError, match="rank=2, ranks=2 do not fit"):
+    with pytest.raises(HeadgateError, match="rank=2, ranks=2 do not go together"):
         Loader(split, length=5, batch_size=1, rank=2, ranks=2)
     (tmp_path / "00000.ds.metadata").write_text("name|2\n50\n")
     (tmp_path / "00000.ds.index").unlink()
