@@ -73,13 +73,13 @@ def open_own(path: AnyPath) -> io.FileIO:
     """
     found = kind(path, follow=False)
     if found not in ("", "missing"):
-        raise HeadgateError(f"{str(path)!r} is {found}; expected a file of its own: remove it")
+        raise HeadgateError(f"{str(path)!r} is {found}; expected a plain file: remove it")
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | _AT_ONCE | _PLAIN, 0o666)
     try:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
             words = _kind(status.st_mode) or "known under a second name (a hard link)"
-            raise HeadgateError(f"{str(path)!r} is {words}; expected a file of its own: put a copy there")
+            raise HeadgateError(f"{str(path)!r} is {words}; expected a file with one name: put a copy there")
         return os.fdopen(handle, "a+b", buffering=0)
     except BaseException:
         os.close(handle)
@@ -92,7 +92,7 @@ def own_folder(path: Path) -> Path:
         path.mkdir()
     found = kind(path, follow=False)
     if found != "a folder":
-        raise HeadgateError(f"{str(path)!r} is {found or 'a file'}; expected a folder of its own: remove it")
+        raise HeadgateError(f"{str(path)!r} is {found or 'a file'}; expected a real folder: remove it")
     return path
 
 
@@ -103,7 +103,7 @@ def own_place(base: Path, path: Path) -> Path:
         own_folder(base / parent)
     found = kind(path, follow=False)
     if found not in ("missing", "a folder"):
-        raise HeadgateError(f"{str(path)!r} is {found or 'a file'}; expected a folder of its own: remove it")
+        raise HeadgateError(f"{str(path)!r} is {found or 'a file'}; expected a real folder: remove it")
     return path
 
 

@@ -30,7 +30,7 @@ LEGEND = (
     "baseline with the same seed, judged over seeds and documents; the interval and p are corrected over the "
     "variants of a family, and an interval excludes 0 where a difference is shown. could see: the smallest "
     "difference that would have been shown with a power of 0.8. speed, memory: of a training step, relative "
-    "to the baseline. Controls are marked as such and are a family of their own."
+    "to the baseline. Controls are marked as such and form their own family."
 )
 IMPORTANT = ("variant", "verdict", "difference", "speed", "memory", "loss", "worth", "untuned", "could see")
 """Columns, those that a narrow terminal drops last coming first."""

@@ -104,7 +104,7 @@ class Tuner:
                 break
             if self.progress is not None and self.runner is not None:
                 named = ", ".join(f"{setting} at its {side} edge" for setting, side in edges)
-                self.progress.note(f"an optimum lies at an edge ({named}): the space is extended for all")
+                self.progress.note(f"an optimum is at an edge ({named}): the space is extended for all")
             first = max(trial.number for mine in trials.values() for trial in mine) + 1
             count = max(LEAST, self.study.tune // 2)
             more = {
