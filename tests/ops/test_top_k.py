@@ -58,8 +58,8 @@ def test_the_native_path(
 
 
 def test_a_list_that_fills_up_keeps_its_best() -> None:
-    """The last keys score low; before them stand the best, and before these many that are better than the last
-    alone: the list of the best is full before the end, and cut back."""
+    """The last keys score low; before them come the best, and before these many that beat only the last
+    ones: the list of the best fills up before the end and is cut back."""
     if library.unavailable() is not None:
         pytest.skip(f"the native path was not tested: {library.unavailable()}")
     v = inputs(1000, 1000, 1, 1)[2].detach().repeat(1, 1, 1, 2)
