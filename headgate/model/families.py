@@ -397,6 +397,11 @@ def tensor_names(config: ModelConfig) -> dict[str, str]:
     return names
 
 
+def our_name(theirs: str) -> str:
+    """Of a tensor of a mechanism that `headgate.model.hf.use` put into one of their models."""
+    return theirs.removeprefix("model.").replace(".self_attn.", ".attention.", 1)
+
+
 def tensors_as(family: Family, config: ModelConfig, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A family's tensors, from ours."""
     theirs = {name: ours[mine] for mine, name in tensor_names(config).items()}

@@ -13,7 +13,11 @@ CLASSES = {
     "AutoModelForSequenceClassification": "HeadgateForSequenceClassification",
 }
 """Of `headgate.model.hf`, for folders of our own."""
-USED = {"AutoModelForCausalLM": "SavedWithMechanism"}
+USED = {
+    "AutoModel": "SavedStatesWithMechanism",
+    "AutoModelForCausalLM": "SavedWithMechanism",
+    "AutoModelForSequenceClassification": "SavedClassifierWithMechanism",
+}
 """For the folder of another family that was saved with a mechanism in it."""
 
 
