@@ -95,7 +95,7 @@ def test_an_exported_program_takes_any_length(name: str) -> None:
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize("name", ["full", "head-gated"])
+@pytest.mark.parametrize("name", ["full", "head-gated", "gated-delta"])
 def test_forward_loss_and_backward_are_one_graph(name: str) -> None:
     decoder, parameters, expected = setup(name)
     torch.compiler.reset()
