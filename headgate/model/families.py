@@ -325,7 +325,7 @@ def _step3p5(config: ModelConfig, layers: _Layers) -> dict[str, Any]:
         "moe_intermediate_size": EXPERT,
         "share_expert_dim": config.d_mlp,
         "use_moe": True,
-        "moe_router_activation": "sigmoid",
+        "moe_router_activation": "softmax",  # nothing else on a CPU, and one expert gets 1 by any
         "moe_router_scaling_factor": 1.0,
         "use_moe_router_bias": True,
         "need_fp32_gate": True,
