@@ -22,8 +22,9 @@ from headgate.errors import HeadgateError, suggestion
 from headgate.registry import MECHANISMS
 
 T = TypeVar("T")
-MOST_LAYERS, MOST_WIDTH = 1000, 1 << 24
-"""Far beyond any model; what is larger is a slip, and would be noticed only after a long wait."""
+MOST_LAYERS, MOST_WIDTH, MOST_TOKENS, MOST_SEQUENCES = 1000, 1 << 24, 1 << 22, 1 << 20
+"""Far beyond any model, context and batch; what is larger is a slip, and would be noticed only after a long
+wait."""
 WRITTEN_MECHANISM = re.compile(r"(?:(.+?\.py):)?([^:]*)(?::(.*))?", re.DOTALL)
 
 
@@ -123,7 +124,7 @@ def split_assignments(words: str) -> tuple[list[tuple[str, Any]], list[str]]:
 def parse_lengths(text: str, name: str = "lengths") -> tuple[int, ...]:
     """Context lengths as every command takes them: `1024,4096`; empty text for none."""
     parts = [part.strip() for part in text.split(",")] if text else []
-    if not all(part.isdecimal() and int(part) for part in parts):
+    if not all(part.isdecimal() and len(part) < 16 and int(part) for part in parts):
         raise HeadgateError(f"{name}={text!r} is not whole numbers above 0; write them as 1024,4096")
     lengths = tuple(map(int, parts))
     require_distinct(lengths, name)
@@ -146,7 +147,7 @@ def parse_seeds(text: str | int) -> tuple[int, ...]:
     try:
         if ".." in text:
             first, last = (int(part) for part in text.split(".."))
-            looks = (*range(first, last, max(1, first)), last)
+            looks = (*range(first, min(last, MOST_SEEDS), max(1, first)), last)
             rising = first < last
         else:
             looks = tuple(int(part) for part in text.split(","))
@@ -252,8 +253,7 @@ class ModelConfig:
             *((name, getattr(self, name), MOST_WIDTH) for name in ("d_model", "d_mlp")),
             ("n_heads * head_dim", self.n_heads * self.head_dim, MOST_WIDTH),
         ):
-            if value > most:
-                raise HeadgateError(f"{name}={value} is too large; expected at most {most}")
+            require_at_most(name, value, most)
         if self.head_dim % 2:
             raise HeadgateError(
                 f"head_dim={self.head_dim} is odd; RoPE turns pairs of dimensions, so choose an even one"
@@ -346,6 +346,9 @@ class TrainConfig:
             self, 1, "context", "batch_size", "steps", "accumulation", "evaluate_every", "evaluate_tokens"
         )
         require_at_least(self, 1, "document_tokens")
+        require_at_most("context", self.context, MOST_TOKENS)
+        require_at_most("batch_size", self.batch_size, MOST_SEQUENCES)
+        require_at_most("accumulation", self.accumulation, MOST_SEQUENCES)
         require_at_least(self, 0, "warmup_steps", "weight_decay", "final_learning_rate")
         if self.packing == "whole" and (self.documents, self.boundaries) != ("mask", "ignore"):
             raise HeadgateError(
@@ -581,6 +584,11 @@ def require_at_least(config: object, least: float, *names: str) -> None:
         value = getattr(config, name)
         if value is not None and not value >= least:
             raise HeadgateError(f"{name}={value} is too small; it must be at least {least}")
+
+
+def require_at_most(name: str, value: int, most: int) -> None:
+    if value > most:
+        raise HeadgateError(f"{name}={value} is too large; it must be at most {most:,}")
 
 
 def to_dict(config: Any) -> dict[str, Any]:

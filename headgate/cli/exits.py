@@ -6,6 +6,7 @@ Code 130 follows Ctrl-C, 128 + N another signal that stopped a run. What is left
 import errno
 import io
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -87,6 +88,7 @@ def _refuse(sentence: str) -> None:
 
 
 def _say(sentence: str) -> None:
+    sentence = re.sub(r"\S{500,}", lambda word: f"{word[0][:100]}...", sentence)  # what was given is long
     rank = os.environ.get("RANK", "0")  # under torchrun every process usually meets the same error
     with suppress(OSError):
         print(f"headgate{'' if rank == '0' else f' (rank {rank})'}: {sentence}", file=sys.stderr)

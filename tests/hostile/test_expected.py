@@ -156,10 +156,13 @@ def test_a_finished_run_on_a_read_only_disk(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_stopped_prepare_says_that_its_work_is_kept(
-    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     from headgate.data import prepare, workers
 
+    # A job in the background may have been started with some of them ignored.
+    before = signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    request.addfinalizer(lambda: signal.signal(number, before))
     monkeypatch.setattr(workers, "CHUNK_CHARACTERS", 50)
     (tmp_path / "t.jsonl").write_text("".join(f'{{"text": "document number {n}"}}\n' for n in range(200)))
     append, calls = prepare._append, iter(range(1000))
