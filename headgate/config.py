@@ -156,7 +156,7 @@ def parse_seeds(text: str | int) -> tuple[int, ...]:
         looks, rising = (), False
     if not looks or not rising or looks[0] < 1:
         raise HeadgateError(
-            f"seeds={text!r} is no number of seeds; write 5, or 4..12 to look after 4, 8 and 12"
+            f"seeds={text!r} is not a number of seeds; write 5, or 4..12 to look after 4, 8 and 12"
         )
     if looks[-1] > MOST_SEEDS:
         raise HeadgateError(f"seeds={text!r} is too many; expected at most {MOST_SEEDS}")
@@ -479,7 +479,9 @@ class StudyOptions:
             raise HeadgateError("--space and --no-published are for tuning; give --tune N as well")
         parse_seeds(self.seeds)
         if not 0 < self.cost_seconds < math.inf:
-            raise HeadgateError(f"cost_seconds={self.cost_seconds} is no time to measure; give some above 0")
+            raise HeadgateError(
+                f"cost_seconds={self.cost_seconds} is not a time to measure; give seconds above 0"
+            )
         parse_lengths(self.lengths)
 
 
@@ -537,7 +539,7 @@ class EngineOptions:
         engine_settings(self.slurm, "--slurm")
         for name, value in engine_settings(self.ray, "--ray").items():
             if not re.fullmatch(r"\d+(\.\d+)?", value):
-                raise HeadgateError(f"--ray {name}={value} is no amount; write a number of at least 0")
+                raise HeadgateError(f"--ray {name}={value} is not an amount; give a number of at least 0")
         given = {"slurm": self.slurm, "ray": self.ray}
         given["ray-address"] = "" if self.ray_address == EngineOptions.ray_address else self.ray_address
         for option, text in given.items():
@@ -566,7 +568,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], where: str = 
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             found += differences(old, new, path)
         elif old != new:
-            found.append(f"{path}={json.dumps(old)} and not {json.dumps(new)}")
+            found.append(f"{path}={json.dumps(old)}, not {json.dumps(new)}")
     return found
 
 
@@ -702,7 +704,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise HeadgateError(f"key {twice!r} stands twice in one JSON object; keep one of them")
+        raise HeadgateError(f"key {twice!r} appears twice in one JSON object; keep one of them")
     return result
 
 

@@ -33,7 +33,7 @@ SEAL = "digest"
 def named(path: AnyPath, what: str) -> Path:
     """A path that was given for `what`; an empty one, such as a variable that is not set, is refused."""
     if not os.fspath(path).strip():
-        raise HeadgateError(f"{what} is an empty name; give a path (. is the current folder)")
+        raise HeadgateError(f"{what} is empty; give a path (. is the current folder)")
     return Path(path)
 
 
@@ -73,13 +73,13 @@ def open_own(path: AnyPath) -> io.FileIO:
     """
     found = kind(path, follow=False)
     if found not in ("", "missing"):
-        raise HeadgateError(f"{str(path)!r} is {found}; expected a file of its own: remove it")
+        raise HeadgateError(f"{str(path)!r} is {found}; expected a plain file; remove it")
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | _AT_ONCE | _PLAIN, 0o666)
     try:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
             words = _kind(status.st_mode) or "known under a second name (a hard link)"
-            raise HeadgateError(f"{str(path)!r} is {words}; expected a file of its own: put a copy there")
+            raise HeadgateError(f"{str(path)!r} is {words}; expected a plain file; put a copy there")
         return os.fdopen(handle, "a+b", buffering=0)
     except BaseException:
         os.close(handle)
@@ -92,7 +92,7 @@ def own_folder(path: Path) -> Path:
         path.mkdir()
     found = kind(path, follow=False)
     if found != "a folder":
-        raise HeadgateError(f"{str(path)!r} is {found or 'a file'}; expected a folder of its own: remove it")
+        raise HeadgateError(f"{str(path)!r} is {found or 'a file'}; expected a plain folder; remove it")
     return path
 
 
@@ -103,7 +103,7 @@ def own_place(base: Path, path: Path) -> Path:
         own_folder(base / parent)
     found = kind(path, follow=False)
     if found not in ("missing", "a folder"):
-        raise HeadgateError(f"{str(path)!r} is {found or 'a file'}; expected a folder of its own: remove it")
+        raise HeadgateError(f"{str(path)!r} is {found or 'a file'}; expected a plain folder; remove it")
     return path
 
 
@@ -140,7 +140,7 @@ def read_json(path: AnyPath, **hooks: Any) -> dict[str, Any]:
     except HeadgateError as error:
         raise HeadgateError(f"{str(path)!r}: {error}") from error
     except RecursionError as error:
-        raise HeadgateError(f"{str(path)!r} is nested too deep to be read") from error
+        raise HeadgateError(f"{str(path)!r} is nested too deeply to be read") from error
     except ValueError as error:  # a number of too many digits
         raise HeadgateError(f"{str(path)!r} is not JSON: {error}") from error
     if not isinstance(values, dict):
@@ -173,7 +173,7 @@ def require_writable(path: AnyPath) -> None:
     """Raise, before long work, unless a file can be written at a path; nothing stays there."""
     path = Path(path)
     if not path.absolute().parent.is_dir():
-        raise HeadgateError(f"{str(path)!r} lies in no existing folder; make it first")
+        raise HeadgateError(f"{str(path)!r} is in a folder that does not exist; make it first")
     if kind(path) not in ("", "missing"):
         raise HeadgateError(f"{str(path)!r} is {kind(path)}; expected a file to write")
     probe = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -225,7 +225,7 @@ def read_sealed(path: AnyPath, *, always: bool = False, **hooks: Any) -> dict[st
 
 
 def _refuse_constant(name: str) -> None:
-    raise HeadgateError(f"it holds {name}, which is no number")
+    raise HeadgateError(f"it holds {name}, which is not a number")
 
 
 def _digest(values: Mapping[str, Any]) -> str:

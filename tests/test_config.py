@@ -78,7 +78,7 @@ def test_bad_override_is_one_clear_sentence(assignment: str, words: str) -> None
     [
         ("{", "is not JSON: line 1"),
         ("[]", "holds a list; expected a JSON object"),
-        ('{"seed": 1, "seed": 2}', "'seed' stands twice"),
+        ('{"seed": 1, "seed": 2}', "'seed' appears twice"),
         ('{"seed": 1}', "'model' is missing"),
         (b"\xff\xfe", "is not UTF-8"),
     ],

@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import TextIO
 
 from headgate.errors import HeadgateError
 
@@ -41,18 +42,19 @@ def exit_codes() -> Iterator[None]:
         done = "written" if error.errno in NO_ROOM else "written or read"
         _refuse(f"{what} cannot be {done}: {error.strerror or error}")
     except MemoryError:
-        _refuse("there is not enough memory for this; take a smaller model, batch or context")
+        _refuse("there is not enough memory for this; choose a smaller model, batch or context")
     except RecursionError:
-        _refuse("what was given is nested too deep")
+        _refuse("the input is nested too deeply")
     except RuntimeError as error:
         # PyTorch has no class of its own for main memory that cannot be had.
         if "out of memory" not in str(error).lower() and "can't allocate memory" not in str(error):
             raise
-        _refuse("there is not enough memory for this; take a smaller model, batch or context")
+        _refuse("there is not enough memory for this; choose a smaller model, batch or context")
 
 
 def _usable_streams() -> None:
-    """Output goes somewhere, and a character that its encoding lacks is replaced, not an error."""
+    """Output goes somewhere, and a character that its encoding lacks is replaced, not an error; nor does work
+    end because nobody can be told how far it is."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # closed by whoever started us; a file of ours must not take its number
@@ -60,6 +62,34 @@ def _usable_streams() -> None:
             setattr(sys, name, _Closed() if name == "stdout" else nowhere)
         elif hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace" if name == "stderr" else "replace")
+    if not isinstance(sys.stderr, _Heedless):
+        sys.stderr = _Heedless(sys.stderr)
+
+
+class _Heedless(io.TextIOBase):
+    """Standard error, or nothing where that is full or its reader has left."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str, /) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._stream.encoding
 
 
 class _Closed(io.TextIOBase):

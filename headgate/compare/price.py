@@ -47,7 +47,7 @@ def parse_ladder(text: str) -> tuple[float, ...]:
     except ValueError:
         found = []
     if len(found) < 3 or not all(0 < multiple < math.inf for multiple in found):
-        raise HeadgateError(f"ladder={text!r} is no ladder of at least three budgets; write 0.25,1,4")
+        raise HeadgateError(f"ladder={text!r} is not a ladder of at least three budgets; write 0.25,1,4")
     return tuple(found)
 
 

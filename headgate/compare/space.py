@@ -119,7 +119,7 @@ def _dimension(setting: str, value: Any) -> Dimension:
         ends = (0.0, 0.0)
     if not dots or not 0 < ends[0] < ends[1] < math.inf:
         raise HeadgateError(
-            f"space {setting}={value} is no range above 0; write it as {setting}=1e-4..1e-2, or as a list"
+            f"space {setting}={value} is not a range above 0; write it as {setting}=1e-4..1e-2, or as a list"
         )
     return Dimension(setting, *ends)
 

@@ -172,7 +172,7 @@ def status_dict(status: StudyStatus) -> dict[str, Any]:
 def watch_status(folder: str, seconds: float) -> None:
     """Print the status again and again until nothing is left to do."""
     if not 0 < seconds < float("inf"):
-        raise HeadgateError(f"watch={seconds} is no number of seconds; give some above 0")
+        raise HeadgateError(f"watch={seconds} is not a number of seconds above 0")
     while True:
         status = study_status(folder)
         print_status(status)

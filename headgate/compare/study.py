@@ -73,6 +73,7 @@ def run_study(
         settings=tuple(overrides),
     )
     check_fit(base, asked.data, *splits)
+    World(0, engine.processes * engine.nodes, device()).share(base.train.batch_size)
     if asked.tune:
         draw_trials(parse_space(asked.space, base), (), asked.tune)  # what cannot be drawn is refused now
     claims = None if options.claims is None else load_paper(options.claims)

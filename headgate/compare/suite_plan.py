@@ -71,7 +71,7 @@ class SuiteRun:
 
 def read_plan(folder: Path) -> SuitePlan:
     if not (folder / "plan.json").is_file():
-        raise HeadgateError(f"{str(folder)!r} is no suite: it has no plan.json; headgate suite makes one")
+        raise HeadgateError(f"{str(folder)!r} is not a suite: it has no plan.json; headgate suite makes one")
     return config.load(SuitePlan, folder / "plan.json")
 
 

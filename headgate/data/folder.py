@@ -134,7 +134,7 @@ def remove_all(folder: Path) -> None:
     """Empty a folder in which no document has been kept yet; its mark of ownership goes last."""
     for home in (folder / name for name in SPLITS):
         if home.is_symlink():
-            raise HeadgateError(f"{str(home)!r} is a link; expected a folder of its own: remove it")
+            raise HeadgateError(f"{str(home)!r} is a link; expected a plain folder; remove it")
         for path in home.glob("*.ds*"):
             if WRITTEN.fullmatch(path.name):
                 path.unlink()

@@ -93,8 +93,8 @@ def _prepare(request: Request, source: TextSource, folder: Path, workers: int) -
         with Progress(1.0) as display:
             if len(source.files) == 1 and source.files[0].whole:
                 display.say(
-                    f"{source.files[0].name!r} is one document, which falls into one split as a whole; "
-                    "--separator '\\n\\n' would make a document of each paragraph"
+                    f"{source.files[0].name!r} is a single document, which goes into one split whole; "
+                    "--separator '\\n\\n' makes each paragraph a document"
                 )
             tokenizer = _tokenizer(folder, request, source, progress.end_of_text, display)
             progress = replace(progress, end_of_text=tokenizer.end_of_text)
@@ -154,7 +154,7 @@ def _refuse_another(
     """Raise, with the difference, unless this asks for what the folder was begun with."""
     asked = config.to_dict(request)
     differences = [
-        f"{name}={begun.get(name)!r} and not {'none' if value is None else repr(value)}"
+        f"{name}={begun.get(name)!r}, not {'none' if value is None else repr(value)}"
         for name, value in asked.items()
         if begun.get(name) != value
     ]
@@ -170,7 +170,7 @@ def _refuse_another(
             differences = [f"a source {was} {name!r} of {size} bytes"]
     if differences:
         raise HeadgateError(
-            f"{str(folder)!r} was begun with {', '.join(differences)}; choose another folder or delete it"
+            f"{str(folder)!r} was begun with {'; '.join(differences)}; choose another folder or delete it"
         )
 
 
@@ -224,7 +224,7 @@ def _training_texts(source: TextSource, shares: Shares, limit: int) -> Iterator[
     if left == limit and found:
         raise HeadgateError(
             f"source {source.given!r} has no text that falls into the training split of --splits "
-            f"{'/'.join(map(str, shares))}; give training a larger share, or bring more text"
+            f"{'/'.join(map(str, shares))}; give training a larger share, or add more text"
         )
     if not found:
         raise HeadgateError(f"source {source.given!r} is empty: its files hold no documents")

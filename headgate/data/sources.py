@@ -121,7 +121,7 @@ class TextSource:
             text.encode()
         except UnicodeEncodeError as error:
             raise HeadgateError(
-                f"{where} holds half a surrogate pair, {text[error.start]!r}, which is no character"
+                f"{where} holds half a surrogate pair, {text[error.start]!r}, which is not a character"
             ) from error
         return text
 
@@ -203,7 +203,7 @@ def _list(given: str, out: Path | None) -> tuple[Any, tuple[SourceFile, ...]]:
         return filesystem, _files(found, root, given, "Python's own .py files")
     expected = "'stdlib', a file, a folder, a glob or hf://datasets/..."
     if not given:
-        raise HeadgateError(f"the source is an empty name; expected {expected}")
+        raise HeadgateError(f"the source is empty; expected {expected}")
     filesystem, root = reach(given, "source")
     pattern = ""
     with reading(given, filesystem):
@@ -243,7 +243,7 @@ def _local(root: str, pattern: str, given: str, out: Path | None) -> Iterator[st
     try:
         matches = re.compile(glob_translate(pattern) if pattern else "").match
     except ValueError as error:
-        raise HeadgateError(f"source {given!r} is no glob: {_line(error)}") from error
+        raise HeadgateError(f"source {given!r} is not a valid pattern: {_line(error)}") from error
     wanted = pattern.removeprefix(root).strip("/").split("/") if pattern else ["**"]
     out_path = os.path.realpath(out) if out else None
 
@@ -296,7 +296,7 @@ def _sizes(paths: Iterable[str], given: str) -> dict[str, int]:
                 raise
             raise HeadgateError(
                 f"{path!r} in source {given!r} is a link to {os.readlink(path)!r}, which cannot be reached: "
-                f"{error.strerror}; mend or remove it"
+                f"{error.strerror}; fix or remove it"
             ) from error
         if stat.S_ISREG(status.st_mode):
             sizes[path] = status.st_size

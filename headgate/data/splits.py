@@ -18,7 +18,9 @@ Shares = tuple[int, int, int]
 def parse_shares(text: str) -> Shares:
     parts = text.split("/")
     if len(parts) != 3 or not all(part.strip().isdecimal() and len(part) < 16 for part in parts):
-        raise HeadgateError(f"splits {text!r} are not whole shares of train, val and test, as in 80/10/10")
+        raise HeadgateError(
+            f"splits={text!r} is not three whole numbers, the shares of train, val and test; write 80/10/10"
+        )
     train, val, test = map(int, parts)
     return train, val, test
 

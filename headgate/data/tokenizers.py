@@ -42,7 +42,7 @@ class Tokenizer:
         import tokenizers
 
         if end_of_text == "":
-            raise HeadgateError("the token that ends a text is an empty name; name one with --end-of-text")
+            raise HeadgateError("the token that ends a text is empty; name one with --end-of-text")
         try:
             self._inner = tokenizers.Tokenizer.from_str(definition)
         except Exception as error:  # the library raises Exception itself
@@ -189,7 +189,7 @@ def definition_of(path: Path) -> str:
         pairs.append((first, second))
     vocabulary = files.read_json(path)
     if not all(isinstance(number, int) and 0 <= number < 1 << 32 for number in vocabulary.values()):
-        raise HeadgateError(f"{str(path)!r} is no vocabulary; expected tokens with their numbers")
+        raise HeadgateError(f"{str(path)!r} is not a vocabulary; expected tokens with their numbers")
     try:
         tokenizer = Tokenizer(models.BPE(vocabulary, pairs))
     except Exception as error:  # the library raises Exception itself
@@ -226,7 +226,7 @@ def _trained_definition(size: int, texts: Iterable[str]) -> str:
     if tokenizer.get_vocab_size() < size:
         raise HeadgateError(
             f"tokenizer 'bpe:{size}' found only {tokenizer.get_vocab_size()} entries in the training split; "
-            "ask for fewer, bring more text, or raise --max-tokens, which limits what it learns from"
+            "ask for fewer, add more text, or raise --max-tokens, which limits what it learns from"
         )
     return str(tokenizer.to_str())
 
@@ -256,7 +256,7 @@ def _read(name: str) -> tuple[str, str | None]:
             try:
                 config = json.loads(text)
             except ValueError as error:
-                raise HeadgateError(f"{config_path!r} is not JSON: {error}; mend it, or remove it") from error
+                raise HeadgateError(f"{config_path!r} is not JSON: {error}; fix or remove it") from error
     end = config.get("eos_token") if isinstance(config, dict) else None
     end = end.get("content") if isinstance(end, dict) else end
     return definition, end if isinstance(end, str) else None

@@ -116,7 +116,7 @@ def bench_steps(
 
 def _check_seconds(seconds: float) -> None:
     if not 0 < seconds < float("inf"):
-        raise HeadgateError(f"seconds={seconds} is no time to measure; give some above 0")
+        raise HeadgateError(f"seconds={seconds} is not a time to measure; give seconds above 0")
 
 
 def add_memory(measured: Measurement, names: list[str], progress: Any) -> None:

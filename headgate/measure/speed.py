@@ -408,7 +408,7 @@ def select_cases(shape: Shape, names: list[str] | None) -> list[Case]:
             if not written.file and written.name not in MECHANISMS.names():
                 known = [*by_name, *MECHANISMS.names()]
                 raise HeadgateError(
-                    f"nothing to measure is called {written.name!r}; {suggestion(written.name, known)}"
+                    f"there is nothing to measure called {written.name!r}; {suggestion(written.name, known)}"
                 )
         chosen += mechanism_cases(shape, [name])
     return chosen

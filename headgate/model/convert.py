@@ -203,7 +203,7 @@ def _open_mechanisms(decoder: Decoder, source: Source, seed: int) -> tuple[dict[
 
 
 def _replaced(before: str, after: str) -> str:
-    return f"{after} stands where {before} did, so the model starts changed"
+    return f"{after} replaces {before}, so the model starts changed"
 
 
 def _start(name: str, reach: float) -> str:

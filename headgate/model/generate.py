@@ -249,7 +249,7 @@ def check_prompts(prompts: Prompts, vocab_size: int) -> list[Tensor]:
         except (TypeError, ValueError, RuntimeError):
             tokens = torch.empty(0, 0)
         if tokens.ndim != 1 or (len(tokens) and (tokens.is_floating_point() or tokens.dtype == torch.bool)):
-            raise HeadgateError(f"prompt {row} is no list of tokens; expected a list of token lists")
+            raise HeadgateError(f"prompt {row} is not a list of tokens; expected a list of token lists")
         if len(tokens) == 0:
             raise HeadgateError(f"prompt {row} is empty; give it at least one token")
         low, high = int(tokens.min()), int(tokens.max())

@@ -156,7 +156,7 @@ def _parse(header: bytes, size: int) -> tuple[dict[str, str], dict[str, Entry]]:
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(dict(pairs)) < len(pairs):
-        raise ValueError("a name stands twice in its header")
+        raise ValueError("a name appears twice in its header")
     return dict(pairs)
 
 

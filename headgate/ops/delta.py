@@ -84,7 +84,7 @@ def _by_document(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     if memory is not None:
-        raise HeadgateError("a memory goes on with one document; leave it out with documents")
+        raise HeadgateError("a memory continues one document; leave it out where documents are given")
     memories: list[Tensor] = []
 
     def alone(*given: Tensor) -> Tensor:

@@ -102,7 +102,7 @@ class Op:
         known = [path.name for path in self.paths]
         if backend != "auto" and backend not in known:
             raise HeadgateError(
-                f"backend={backend!r} is no path of {self.name}; {suggestion(backend, known)}"
+                f"backend={backend!r} is not a path of {self.name}; {suggestion(backend, known)}"
             )
         refusals: list[tuple[str, str]] = []
         transformed = is_transformed()

@@ -143,7 +143,7 @@ class Planner:
         if count < 1:
             raise HeadgateError(f"count={count} is too small; it must be at least 1")
         if price is not None and not 0 <= price < float("inf"):
-            raise HeadgateError(f"price={price} is no price; give that of one device for an hour")
+            raise HeadgateError(f"price={price} is not a price; give what one device costs per hour")
         if device.name == CPU and count > 1:
             raise HeadgateError(f"count={count} of this machine cannot be measured; plan for one")
         train = config.train

@@ -161,7 +161,7 @@ def _write(
     except OSError as error:
         steps = saved_steps(run)
         left = (
-            f"the checkpoint of step {steps[-1]} is intact, and the same command goes on from it"
+            f"the checkpoint of step {steps[-1]} is intact, and the same command resumes from it"
             if steps
             else "there is no earlier checkpoint"
         )
@@ -247,7 +247,7 @@ def _find_sound(
         return state, folder
     if damage:
         raise HeadgateError(
-            f"{damage[0]}; there is no earlier checkpoint to go back to: bring back a copy, or delete "
+            f"{damage[0]}; there is no earlier checkpoint to go back to: restore a copy, or delete "
             f"{str(run.path)!r} and begin again"
         )
     return State(), None

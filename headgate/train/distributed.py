@@ -188,7 +188,9 @@ def _device(name: str | None) -> torch.device:
     try:
         device = torch.device(f"cuda:{index}" if name == "cuda" else name)
     except RuntimeError as error:
-        raise HeadgateError(f"device={name!r} is not a device; expected such as cpu or cuda") from error
+        raise HeadgateError(
+            f"device={name!r} is not a device; expected something like cpu or cuda"
+        ) from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise HeadgateError(f"device={name!r} is not available: PyTorch finds no GPU here; use cpu")
     try:

@@ -347,8 +347,8 @@ def open_run(
         trained_on = [open_split(record.folder, name, verify=False) for name in ("train", "val")]
         if describe_data(record.folder, *trained_on).fingerprint != record.fingerprint:
             raise HeadgateError(
-                f"{record.folder!r} is no longer the data that {str(run)!r} was trained on; say with --data "
-                "where that is now, or which other to take"
+                f"{record.folder!r} no longer holds the data that {str(run)!r} was trained on; give its new "
+                "place, or other data, with --data"
             )
     else:
         _refuse_other_tokens(Path(run), data)
@@ -394,7 +394,7 @@ def evaluate_run(
         positions = "document"
         if data is None or context is None:
             raise HeadgateError(
-                f"{str(run)!r} is a model and no run, so it has no data and context of its own; give --data "
+                f"{str(run)!r} is a model, not a run, so it has no data and context of its own; give --data "
                 "and --context"
             )
         _check_vocabulary(folder, data)

@@ -126,7 +126,7 @@ class RunFolder:
         strangers = sorted(p.name for p in self.path.iterdir() if p.name[0] != "." and p.name not in ours)
         if strangers:
             raise HeadgateError(
-                f"{str(self.path)!r} holds {strangers[0]!r} and no config.json, so it is no run; "
+                f"{str(self.path)!r} holds {strangers[0]!r} but no config.json, so it is not a run; "
                 "choose another folder"
             )
 
@@ -250,7 +250,7 @@ class RunFolder:
                 self.check_metrics(summary["metrics_bytes"], summary["metrics_digest"])
             except HeadgateError as error:
                 raise HeadgateError(
-                    f"{error}; bring back a copy, or delete {str(self.path)!r} and train it again"
+                    f"{error}; restore a copy, or delete {str(self.path)!r} and train it again"
                 ) from error
         return summary
 
@@ -271,7 +271,7 @@ def read_config(run: str | os.PathLike[str]) -> Config:
     for needed in (path, path.with_name("data.json")):  # a converted model has a config.json too
         what = files.kind(needed)
         if what:
-            raise HeadgateError(f"{str(run)!r} is no run folder: {needed.name} in it is {what}")
+            raise HeadgateError(f"{str(run)!r} is not a run folder: {needed.name} in it is {what}")
     found = config.load(Config, path)
     require_registered(found.model, run)
     return found
@@ -288,7 +288,7 @@ def read_evaluations(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
         validation = line["validation"]
         if not {"tokens", "seconds", "gates"} <= line.keys() or "loss" not in (validation or ()):
             path = Path(run) / "metrics.jsonl"
-            raise HeadgateError(f"{str(path)!r} is damaged at step {line['step']}: bring back a copy of it")
+            raise HeadgateError(f"{str(path)!r} is damaged at step {line['step']}: restore a copy of it")
     return lines
 
 

@@ -316,7 +316,7 @@ class Trainer:
             f"device {self.world.device}, processes {self.world.size}, threads {torch.get_num_threads()}"
         )
         if state.step:
-            progress.say(f"going on from step {state.step:,} of {str(self.folder.path)!r}")
+            progress.say(f"resuming from step {state.step:,} of {str(self.folder.path)!r}")
             now = (torch.get_num_threads(), self.world.size)
             if now != (state.threads, state.processes):
                 progress.say(

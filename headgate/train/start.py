@@ -44,9 +44,9 @@ def _config(recipe: str | None, out: str | os.PathLike[str]) -> Config:
     if recipe is None:
         if not (Path(out) / "config.json").is_file():
             raise HeadgateError(
-                f"{str(out)!r} is no run to go on with; name a recipe to begin one: headgate train tiny ..."
+                f"{str(out)!r} is not a run to resume; name a recipe to start one: headgate train tiny ..."
             )
         return read_config(out)
     if "=" in recipe:
-        raise HeadgateError(f"{recipe!r} stands where the recipe does; write headgate train RECIPE {recipe}")
+        raise HeadgateError(f"{recipe!r} is where the recipe should be; write headgate train RECIPE {recipe}")
     return named_config(recipe)

@@ -92,7 +92,7 @@ def test_what_does_not_fit_is_refused(suite: Path, changed: dict[str, str], word
 
 
 def test_settings_that_differ_are_refused(suite: Path) -> None:
-    with pytest.raises(HeadgateError, match=r"model\.d_mlp=32 and not 64"):
+    with pytest.raises(HeadgateError, match=r"model\.d_mlp=32, not 64"):
         run_suite(["full@<b>all</b>"], suite, (*SUITE_SETTINGS[:-1], "model.d_mlp=64"), SUITE_OPTIONS)
 
 

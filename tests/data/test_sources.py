@@ -199,9 +199,9 @@ def test_a_parquet_file_damaged_in_the_middle_names_where(tmp_path: Path) -> Non
         ("empty/*.txt", "source 'empty/\\*.txt' is empty"),
         ("a.csv", "source 'a.csv' is of a kind unknown here"),
         ("zzz://a", "source 'zzz://a' cannot be reached: Protocol not known"),
-        ("", "the source is an empty name; expected 'stdlib', a file"),
+        ("", "the source is empty; expected 'stdlib', a file"),
         ("ftp://host.invalid/a.txt", "source 'ftp://host.invalid/a.txt' cannot be reached: "),
-        ("a**/b.txt", r"source 'a\*\*/b.txt' is no glob"),
+        ("a**/b.txt", r"source 'a\*\*/b.txt' is not a valid pattern"),
     ],
 )
 def test_a_source_that_is_none(

@@ -168,7 +168,7 @@ def test_the_command(headgate: Run, tmp_path: Path) -> None:
     assert headgate("prepare", source, tmp_path / "data")[0] == 0  # there already
     code, _, errors = headgate("prepare", source.replace("states=3", "states=4"), tmp_path / "data")
     assert code == 2
-    assert "states=3 and not 4" in errors
+    assert "states=3, not 4" in errors
 
 
 def test_a_sample_is_a_window_and_a_document(tmp_path: Path) -> None:

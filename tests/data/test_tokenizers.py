@@ -113,7 +113,7 @@ def test_the_end_of_text_is_found_or_asked_for(tmp_path: Path) -> None:
         ("./absent/tokenizer.json", "is unknown"),
         ("folder", "folder 'folder' has no tokenizer.json"),
         ("broken.json", "not one that tokenizers can load"),
-        ("beside", "'.*/beside/tokenizer_config.json' is not JSON: .*; mend it, or remove it"),
+        ("beside", "'.*/beside/tokenizer_config.json' is not JSON: .*; fix or remove it"),
     ],
 )
 def test_a_bad_tokenizer_is_one_clear_sentence(

@@ -123,7 +123,7 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
         "--space": ["train.learning_rate=1e-3..1e-2"],
         "--ladder": ["x", "1", "1,2", "0,1,2", "-1,1,2", "nan,1,2", "inf,1,2", "1,,2"],
         "--on": ["cloud", "", "Slurm"],
-        "--processes": WHOLE,
+        "--processes": [*WHOLE, "7"],
         "--nodes": [*WHOLE, "2"],
         "--slurm": ["partition=gpu", "x"],
         "--ray": ["num_gpus=1", "x"],

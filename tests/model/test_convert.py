@@ -348,7 +348,7 @@ def test_learned_gates_are_kept_under_other_options(tmp_path: Path) -> None:
     for name, parameter in decoder.named_parameters():
         assert torch.equal(changed.get_parameter(name), parameter), name
     done = convert(tmp_path, tmp_path / "plain", mechanism="full", to="qwen")
-    assert done.changes == ("full stands where dynamic-sparse did, so the model starts changed",)
+    assert done.changes == ("full replaces dynamic-sparse, so the model starts changed",)
 
 
 @pytest.fixture(scope="module")

@@ -254,7 +254,7 @@ def test_words_and_tables(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
         (["--count", "2"], "count=2 of this machine cannot be measured"),
         (["--device", "L4", "--count", "3"], "8 sequences cannot be shared out evenly over 3 devices"),
         (["--batch", "0"], "batch=0 is too small"),
-        (["--price", "-1"], "price=-1.0 is no price; give that of one device for an hour"),
+        (["--price", "-1"], "price=-1.0 is not a price; give what one device costs per hour"),
         (["--table", "--contexts", "5,x"], "contexts='5,x' is not whole numbers above 0"),
         (["--contexts", "5"], "--contexts needs --table"),
         (["--mechanism", "fulll"], "did you mean 'full'?"),

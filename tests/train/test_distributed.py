@@ -87,7 +87,7 @@ def test_the_number_of_processes_changes_nothing(twenty: Config, data: Path, tmp
     shards = [f"{tmp_path}/four-sharded:shard", f"{tmp_path}/one-then-four:shard"]
     words = finish(torchrun(4, *common, tmp_path / "four", *shards))
     finish(two)
-    assert words.count("going on from step 7") == 1
+    assert words.count("resuming from step 7") == 1
     assert "it was saved with 1 threads in each of 1 processes" in words
     assert losses(tmp_path / "one-then-four")[: len(before)] == before
     for name in ("four", "four-sharded"):
@@ -161,7 +161,7 @@ def test_a_dead_worker_ends_the_job_and_restarts_bring_it_back(
 
     words = finish(torchrun(2, *script, tmp_path / "second", restarts=1))
     assert (tmp_path / "second").exists()
-    assert [f"going on from step {step}" in words for step in (20, 40)] == [True, True]
+    assert [f"resuming from step {step}" in words for step in (20, 40)] == [True, True]
     assert [line["step"] for line in read_metrics(run)] == list(range(1, 61))
 
 
@@ -185,7 +185,7 @@ def test_a_refusal_of_the_first_process_reaches_all(micro: Config, data: Path, t
     assert job.returncode != 0
     assert "headgate: " in words
     assert "headgate (rank 1): " in words  # nobody waits in vain
-    assert words.count("train.steps=1 and not 2") == 2
+    assert words.count("train.steps=1, not 2") == 2
 
 
 def test_a_batch_that_cannot_be_shared_out_is_refused() -> None:

@@ -60,7 +60,7 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(
     name = signal.Signals(number).name
     stopped, how = words.splitlines()[-1].split("; ")
     assert stopped == f"stopped by {name} after step {step:,}, which is saved"
-    assert how == f"go on with: headgate train --out {run}"
+    assert how == f"resume with: headgate train --out {run}"
     assert "Traceback" not in words
 
 
@@ -149,7 +149,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_says_so(
     message = str(caught.value)
     assert message.startswith(f"the checkpoint of step 3 cannot be written to {str(run / 'checkpoints')!r}: ")
     assert "File too large" in message
-    assert message.endswith("the checkpoint of step 2 is intact, and the same command goes on from it")
+    assert message.endswith("the checkpoint of step 2 is intact, and the same command resumes from it")
     assert {p: p.read_bytes() for p in (run / "checkpoints").rglob("*") if p.is_file()} == before
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-00000001", "step-00000002"]
     headgate.load(run)

@@ -114,7 +114,7 @@ def test_a_model_that_is_no_run_can_be_evaluated(
     train(changed(micro, steps=1), data, tmp_path / "run", init=weights)
     assert len(evaluate_run(tmp_path / "run", context=12)["by_position"]) == 5
     with pytest.raises(
-        HeadgateError, match="is a model and no run, so it has no data and context of its own"
+        HeadgateError, match="is a model, not a run, so it has no data and context of its own"
     ):
         evaluate_run(weights, data=data)
     with pytest.raises(HeadgateError, match="context=0 is too small"):

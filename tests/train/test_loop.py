@@ -234,8 +234,8 @@ def test_another_configuration_is_refused_with_the_difference(
     with pytest.raises(HeadgateError) as caught:
         train(other, data, run)
     message = str(caught.value)
-    assert "train.steps=2 and not 3" in message
-    assert "seed=0 and not 4" in message
+    assert "train.steps=2, not 3" in message
+    assert "seed=0, not 4" in message
     assert f"headgate train --out {run}" in message
     assert "\n" not in message
     with pytest.raises(HeadgateError, match=r"model\.mechanism="):
@@ -276,7 +276,7 @@ def test_what_cannot_work_is_said_before_anything_is_written(
 
 def test_a_folder_of_something_else_is_refused(data: Path, micro: Config, tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("mine")
-    with pytest.raises(HeadgateError, match=r"holds 'thesis.tex' and no config.json, so it is no run"):
+    with pytest.raises(HeadgateError, match=r"holds 'thesis.tex' but no config.json, so it is not a run"):
         train(micro, data, tmp_path)
     with pytest.raises(HeadgateError, match="is a file; expected a folder"):
         train(micro, data, tmp_path / "thesis.tex")

@@ -93,7 +93,7 @@ def test_the_command_line_takes_settings_anywhere(data: Path, micro: Config, tmp
         (["tinny", "--data", "d"], "unknown recipe 'tinny'; did you mean 'tiny'"),
         (["absent.json", "--data", "d"], "'absent.json' cannot be read"),
         (["tiny"], "a new run needs tokens to train on; give --data"),
-        ([], "is no run to go on with; name a recipe"),
+        ([], "is not a run to resume; name a recipe"),
         (["tiny", "--data", "absent"], "'absent' is not a folder"),
         (["tiny", "--data", "d", "train.stepz=3"], "unknown key 'train.stepz'; did you mean 'steps'"),
         (["tiny", "--data", "d", "--mechanism", "locl"], "unknown mechanism 'locl'; did you mean 'local'"),

@@ -117,7 +117,7 @@ def queued_jobs() -> set[str]:
         ) from None
     if done.returncode:
         raise HeadgateError(
-            f"Slurm does not answer: {_last_line(done.stderr)}; the same command goes on later"
+            f"Slurm does not answer: {_last_line(done.stderr)}; run the same command later to continue"
         )
     return set(done.stdout.split())
 

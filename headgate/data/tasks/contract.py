@@ -241,5 +241,5 @@ def parse_task(source: str) -> SyntheticTask | None:
     keys = [key for key, _ in assignments]
     twice = next((key for key in keys if keys.count(key) > 1), None)
     if twice:
-        raise HeadgateError(f"option {twice!r} stands twice in {source!r}; keep one of them")
+        raise HeadgateError(f"option {twice!r} appears twice in {source!r}; keep one of them")
     return config.from_dict(task, options | dict(assignments), where=name)

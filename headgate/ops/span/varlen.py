@@ -28,7 +28,7 @@ def refuse(
     if before_ampere(q):
         return "it needs an NVIDIA device of compute capability 8.0 or newer"
     if q.shape[3] % 8 or q.shape[3] > WIDEST:
-        return f"head width {q.shape[3]} is no multiple of 8 up to {WIDEST}"
+        return f"head width {q.shape[3]} is not a multiple of 8 up to {WIDEST}"
     if any(bias is not None for bias in biases.values()):
         return "it has no biases"
     if span.first_keys is not None:
