@@ -2,7 +2,8 @@
 is left behind.
 
 A row is a command line; {data}, {run}, {recipe}, {text} and {begun}, a study, are sound, {out} is to be
-written, {file}, {binary}, {pipe}, {empty}, {deep} and {taken} are what their names say.
+written, {long} is 500 letters, and {file}, {binary}, {pipe}, {empty}, {deep} and {taken} are what their names
+say.
 """
 
 import json
@@ -429,6 +430,11 @@ completion
 completion tcsh
 completion bash zsh
 generate {run} --prompt a\udcff
+generate {run} --prompt x --end-of-text a\udcff
+prepare {text} {out} --tokenizer byte --end-of-text a\udcff
+compare local@a\udcff --data {data} --out {out} --recipe {recipe}
+compare local@{long} --data {data} --out {out} --recipe {recipe}
+suite local@a\udcff --out {out} --tasks mqar
 generate {run} --prompt x --tokenizer {odd}
 prepare {text} {out} --tokenizer {odd}
 prepare {text} {out} --separator x
@@ -525,7 +531,7 @@ def words_of(row: str, places: dict[str, Path], out: Path) -> list[str]:
     import shlex
 
     words = shlex.split(row)
-    for name, path in {**places, "out": out}.items():
+    for name, path in {**places, "out": out, "long": "x" * 500}.items():
         words = [word.replace(f"{{{name}}}", str(path)) for word in words]
     return words
 
