@@ -770,7 +770,11 @@ def _checked(value: Any, hint: Any, where: str) -> Any:
     elif isinstance(value, hint) and isinstance(value, bool) == (hint is bool):
         return value
     expected = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(hint)
-    if expected is None:
-        expected = "an object of settings" if dataclasses.is_dataclass(hint) else str(hint)
+    if dataclasses.is_dataclass(hint) or origin in (Mapping, dict):
+        expected = "an object of settings"
+    elif origin is tuple:
+        expected = f"a list of {len(arguments)}"
+    elif origin is Literal:
+        expected = f"one of {', '.join(map(str, arguments))}"
     shown = repr(value) if len(repr(value)) < 200 else f"{repr(value)[:200]}..."
-    raise HeadgateError(f"{where}={shown} is a {type(value).__name__}; expected {expected}")
+    raise HeadgateError(f"{where}={shown} is not {expected}")
