@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_runs import changed, told
+from small_runs import changed, repeatable_metrics
 from waiting import HANG, wait_until
 
 import headgate
@@ -65,7 +65,7 @@ def losses(run: Path) -> list[float]:
 
 def assert_same_losses(one: Path, other: Path) -> None:
     assert losses(one) == pytest.approx(losses(other), abs=1e-4)
-    for ours, theirs in zip(told(one), told(other), strict=True):
+    for ours, theirs in zip(repeatable_metrics(one), repeatable_metrics(other), strict=True):
         assert ours["tokens"] == theirs["tokens"]
         assert ours["gradient_norm"] == pytest.approx(theirs["gradient_norm"], abs=1e-4)
         if "validation" in ours:
@@ -190,5 +190,5 @@ def test_a_refusal_of_the_first_process_reaches_all(micro: Config, data: Path, t
 
 def test_a_batch_that_cannot_be_shared_out_is_refused() -> None:
     assert World(0, 4, torch.device("cpu")).share(8) == 2
-    with pytest.raises(HeadgateError, match="batch_size=3 cannot be shared out evenly over 2 processes"):
+    with pytest.raises(HeadgateError, match="batch_size=3 cannot be shared evenly among 2 processes"):
         World(0, 2, torch.device("cpu")).share(3)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import changed, told
+from small_runs import changed, repeatable_metrics
 from waiting import HANG, wait_until
 
 import headgate
@@ -91,7 +91,7 @@ def test_a_loss_that_is_not_finite_stops_with_step_value_and_checkpoint(
     assert [line["step"] for line in read_metrics(run)] == [1, 2, 3, 4, 5]
     train(micro, data, run)  # the poison gone, the run goes on as if there had been none
     train(micro, data, tmp_path / "whole")
-    assert told(run) == told(tmp_path / "whole")
+    assert repeatable_metrics(run) == repeatable_metrics(tmp_path / "whole")
     with poisoned(1, monkeypatch, float("inf")), pytest.raises(HeadgateError, match="there is no checkpoint"):
         train(micro, data, tmp_path / "first")
 
@@ -190,7 +190,7 @@ def test_torn_lines_and_leftovers_do_no_harm(data: Path, micro: Config, tmp_path
     assert len(read_metrics(run)) == 2
     headgate.load(run)
     train(micro, data, run)
-    assert told(run) == told(tmp_path / "whole")
+    assert repeatable_metrics(run) == repeatable_metrics(tmp_path / "whole")
     assert not list(run.glob(".*.tmp"))
     assert not list((run / "checkpoints").glob(".*"))
 
@@ -212,7 +212,7 @@ def test_from_a_damaged_checkpoint_training_goes_back_to_the_one_before(
     train(micro, data, run)
     assert f"headgate: '{weights}' is damaged" in (said := capsys.readouterr().err)
     assert "; going back to step 1\n" in said
-    assert told(run) == told(tmp_path / "whole")
+    assert repeatable_metrics(run) == repeatable_metrics(tmp_path / "whole")
     files = [
         path / "checkpoints" / "step-00000012" / "model.safetensors" for path in (run, tmp_path / "whole")
     ]

@@ -1,7 +1,8 @@
-"""Windows and chunks over a cache on a GPU by PyTorch's flash attention (torch.nn.attention.varlen): nothing
-is compiled, and queries fewer than keys stand at their end, as ours do. Its log-sum-exp has no gradient.
+"""Windows and chunks over a cache on a GPU through PyTorch's flash attention (torch.nn.attention.varlen):
+nothing is compiled, and queries fewer than keys are at their end, as ours are. Its log-sum-exp has no
+gradient.
 
-A dense prefix is a causal attention of its own before the window's.
+A dense prefix is a separate causal attention before the window's.
 """
 
 from typing import Any
