@@ -22,8 +22,9 @@ from headgate.errors import HeadgateError, suggestion
 from headgate.registry import MECHANISMS
 
 T = TypeVar("T")
-MOST_LAYERS, MOST_WIDTH = 1000, 1 << 24
-"""Far beyond any model; anything larger is a mistake that would be noticed only after a long wait."""
+MOST_LAYERS, MOST_WIDTH, MOST_TOKENS, MOST_SEQUENCES = 1000, 1 << 24, 1 << 22, 1 << 20
+"""Far beyond any model, context or batch; anything larger is a mistake that would be noticed only
+after a long wait."""
 WRITTEN_MECHANISM = re.compile(r"(?:(.+?\.py):)?([^:]*)(?::(.*))?", re.DOTALL)
 
 
@@ -123,7 +124,7 @@ def split_assignments(words: str) -> tuple[list[tuple[str, Any]], list[str]]:
 def parse_lengths(text: str, name: str = "lengths") -> tuple[int, ...]:
     """Context lengths as every command takes them: `1024,4096`; an empty text means none."""
     parts = [part.strip() for part in text.split(",")] if text else []
-    if not all(part.isdecimal() and int(part) for part in parts):
+    if not all(part.isdecimal() and len(part) < 16 and int(part) for part in parts):
         raise HeadgateError(f"{name}={text!r} must be whole numbers above 0, written as 1024,4096")
     lengths = tuple(map(int, parts))
     require_distinct(lengths, name)

@@ -170,7 +170,7 @@ def _refuse_another(
             differences = [f"a source {was} {name!r} of {size} bytes"]
     if differences:
         raise HeadgateError(
-            f"{str(folder)!r} was started with {', '.join(differences)}; choose another folder or delete it"
+            f"{str(folder)!r} was started with {'; '.join(differences)}; choose another folder or delete it"
         )
 
 

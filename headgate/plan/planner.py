@@ -228,8 +228,9 @@ class Planner:
 
     def largest(self, *, recompute: bool, shard: bool) -> Fit:
         """The way that fits with the most sequences."""
-        for sequences in range(self.share, 1, -1):
-            if self.share % sequences == 0:
+        for passes in range(1, self.share):
+            if self.share % passes == 0:
+                sequences = self.share // passes
                 memory = self.memory(sequences, recompute=recompute, shard=shard)
                 if memory.total <= USABLE * self.device.memory:
                     return self.way(sequences, recompute=recompute, shard=shard)

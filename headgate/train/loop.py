@@ -438,8 +438,10 @@ def _open_metrics(run: RunFolder, step: int) -> None:
         raise HeadgateError(f"{str(path)!r} cannot be written: {error.strerror}") from error
 
 
-def refuse_too_large(model: ModelConfig, world: World, *, shard: bool) -> None:
-    """Raise, before anything is allocated, if the weights and the optimiser's state cannot fit in memory."""
+def refuse_too_large(asked: Config, world: World, *, shard: bool = False) -> None:
+    """Raise, before anything is allocated, if what training holds at the very least cannot fit the memory:
+    weights, gradients and the optimiser's state, each layer's input and a step's tokens."""
+    model, train = asked.model, asked.train
     with torch.device("meta"):
         few = Decoder(replace(model, n_layers=min(model.n_layers, len(model.mechanism))))
     layers = sum(p.numel() for p in few.layers.parameters())
@@ -454,8 +456,9 @@ def refuse_too_large(model: ModelConfig, world: World, *, shard: bool) -> None:
         needed += tokens * train.accumulation * 16  # as they come from the loader: tokens and targets
     if needed > held:
         raise HeadgateError(
-            f"the model has {parameters:,} parameters, which take {needed / 1e9:,.0f} GB with gradients and "
-            f"optimiser, but {world.device} has {held / 1e9:,.0f} GB; headgate plan shows what fits"
+            f"a model of {parameters:,} parameters, trained on {tokens * train.accumulation:,} tokens a "
+            f"step, needs at least {needed / 1e9:,.0f} GB, and {world.device} has {held / 1e9:,.0f} GB; "
+            "headgate plan shows what fits"
         )
 
 

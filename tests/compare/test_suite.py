@@ -76,7 +76,7 @@ def test_it_resumes_without_training_anew(suite: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"rates": "0.01"}, r"rates=\(0.01, 0.02\) and not \(0.01,\)"),
+        ({"rates": "0.01"}, r"rates=\(0.01, 0.02\), not \(0.01,\)"),
         ({"tasks": TASK.replace("keys=6", "keys=7") + " " + TASK}, None),
         ({"rates": "fast"}, "rates='fast' must be different numbers above 0"),
         ({"tasks": "mkar"}, "unknown task 'mkar'; did you mean 'mqar'?"),

@@ -95,11 +95,11 @@ def test_a_separator_makes_documents(tmp_path: Path) -> None:
     text = tmp_path / "book.txt"
     text.write_text("\n\n".join(f"paragraph {n}" for n in range(50)) + "\n\n \n\n")
     one = attempt("prepare", text, tmp_path / "one", "--tokenizer", "byte")
-    assert "a single document" in one.err
+    assert "is one document" in one.err
     assert "--separator" in one.err
     answer = attempt("prepare", text, tmp_path / "many", "--tokenizer", "byte", "--separator", r"\n\n")
     assert answer.code == 0
-    assert "a single document" not in answer.err
+    assert "is one document" not in answer.err
     manifest = json.loads((tmp_path / "many" / "manifest.json").read_text())
     assert sum(split["documents"] for split in manifest["splits"]) == 50
     again = attempt("prepare", text, tmp_path / "many", "--tokenizer", "byte")
