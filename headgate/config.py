@@ -22,8 +22,9 @@ from headgate.errors import HeadgateError, suggestion
 from headgate.registry import MECHANISMS
 
 T = TypeVar("T")
-MOST_LAYERS, MOST_WIDTH = 1000, 1 << 24
-"""Far beyond any model; anything larger is a mistake that would be noticed only after a long wait."""
+MOST_LAYERS, MOST_WIDTH, MOST_TOKENS, MOST_SEQUENCES = 1000, 1 << 24, 1 << 22, 1 << 20
+"""Far beyond any model, context or batch; anything larger is a mistake that would be noticed only
+after a long wait."""
 WRITTEN_MECHANISM = re.compile(r"(?:(.+?\.py):)?([^:]*)(?::(.*))?", re.DOTALL)
 
 
@@ -123,7 +124,7 @@ def split_assignments(words: str) -> tuple[list[tuple[str, Any]], list[str]]:
 def parse_lengths(text: str, name: str = "lengths") -> tuple[int, ...]:
     """Context lengths as every command takes them: `1024,4096`; an empty text means none."""
     parts = [part.strip() for part in text.split(",")] if text else []
-    if not all(part.isdecimal() and int(part) for part in parts):
+    if not all(part.isdecimal() and len(part) < 16 and int(part) for part in parts):
         raise HeadgateError(f"{name}={text!r} must be whole numbers above 0, written as 1024,4096")
     lengths = tuple(map(int, parts))
     require_distinct(lengths, name)
@@ -146,7 +147,7 @@ def parse_seeds(text: str | int) -> tuple[int, ...]:
     try:
         if ".." in text:
             first, last = (int(part) for part in text.split(".."))
-            looks = (*range(first, last, max(1, first)), last)
+            looks = (*range(first, min(last, MOST_SEEDS), max(1, first)), last)
             rising = first < last
         else:
             looks = tuple(int(part) for part in text.split(","))
@@ -252,8 +253,7 @@ class ModelConfig:
             *((name, getattr(self, name), MOST_WIDTH) for name in ("d_model", "d_mlp")),
             ("n_heads * head_dim", self.n_heads * self.head_dim, MOST_WIDTH),
         ):
-            if value > most:
-                raise HeadgateError(f"{name}={value} is too large; expected at most {most}")
+            require_at_most(name, value, most)
         if self.head_dim % 2:
             raise HeadgateError(
                 f"head_dim={self.head_dim} is odd; RoPE rotates pairs of dimensions, so choose an even one"
@@ -346,6 +346,9 @@ class TrainConfig:
             self, 1, "context", "batch_size", "steps", "accumulation", "evaluate_every", "evaluate_tokens"
         )
         require_at_least(self, 1, "document_tokens")
+        require_at_most("context", self.context, MOST_TOKENS)
+        require_at_most("batch_size", self.batch_size, MOST_SEQUENCES)
+        require_at_most("accumulation", self.accumulation, MOST_SEQUENCES)
         require_at_least(self, 0, "warmup_steps", "weight_decay", "final_learning_rate")
         if self.packing == "whole" and (self.documents, self.boundaries) != ("mask", "ignore"):
             raise HeadgateError(
@@ -567,7 +570,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], where: str = 
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             found += differences(old, new, path)
         elif old != new:
-            found.append(f"{path}={json.dumps(old)} and not {json.dumps(new)}")
+            found.append(f"{path}={json.dumps(old)}, not {json.dumps(new)}")
     return found
 
 
@@ -585,6 +588,11 @@ def require_at_least(config: object, least: float, *names: str) -> None:
         value = getattr(config, name)
         if value is not None and not value >= least:
             raise HeadgateError(f"{name}={value} is too small; it must be at least {least}")
+
+
+def require_at_most(name: str, value: int, most: int) -> None:
+    if value > most:
+        raise HeadgateError(f"{name}={value} is too large; it must be at most {most:,}")
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -765,7 +773,11 @@ def _checked(value: Any, hint: Any, where: str) -> Any:
     elif isinstance(value, hint) and isinstance(value, bool) == (hint is bool):
         return value
     expected = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(hint)
-    if expected is None:
-        expected = "an object of settings" if dataclasses.is_dataclass(hint) else str(hint)
+    if dataclasses.is_dataclass(hint) or origin in (Mapping, dict):
+        expected = "an object of settings"
+    elif origin is tuple:
+        expected = f"a list of {len(arguments)}"
+    elif origin is Literal:
+        expected = f"one of {', '.join(map(str, arguments))}"
     shown = repr(value) if len(repr(value)) < 200 else f"{repr(value)[:200]}..."
-    raise HeadgateError(f"{where}={shown} is a {type(value).__name__}; expected {expected}")
+    raise HeadgateError(f"{where}={shown} is not {expected}")

@@ -33,7 +33,7 @@ SEAL = "digest"
 def named(path: AnyPath, what: str) -> Path:
     """A path that was given for `what`; an empty one, for example from an unset variable, is refused."""
     if not os.fspath(path).strip():
-        raise HeadgateError(f"{what} is an empty name; give a path (. is the current folder)")
+        raise HeadgateError(f"{what} is empty; give a path (. is the current folder)")
     return Path(path)
 
 

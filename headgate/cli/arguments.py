@@ -128,7 +128,7 @@ def _settings_last(words: Sequence[str], known: dict[str, Option]) -> list[str]:
     given = [setting.partition("=")[0] for setting in settings]
     twice = next((name for name in given if given.count(name) > 1), None)
     if twice is not None:
-        raise HeadgateError(f"{twice} is set twice; keep one of them")
+        raise HeadgateError(f"{twice} is set twice; keep one")
     return [*rest, "--override", *settings] if settings else rest
 
 
@@ -142,7 +142,7 @@ def _refuse_twice(words: Sequence[str], known: dict[str, Option]) -> None:
     bare = [flag.replace("--no-", "--") if known[flag].hint is bool else flag for flag in given]
     twice = next((flag for flag in bare if bare.count(flag) > 1), None)
     if twice is not None:
-        raise HeadgateError(f"{twice} is given twice; keep one of them")
+        raise HeadgateError(f"{twice} is given twice; keep one")
 
 
 def _sentence(

@@ -50,7 +50,9 @@ def prepare(
     for_text |= {"end_of_text": end_of_text, "separator": separator, "workers": workers}
     if check is not None:
         if source is not None:
-            raise HeadgateError(f"--check {check} takes no source, but {source!r} was given; leave it out")
+            raise HeadgateError(
+                f"--check {check} does not take a source, but {source!r} was given; leave it out"
+            )
         refuse_given(prepare, f"--check {check}", for_text | {"splits": splits})
         print_checked(check_data(check), check)
     elif source is None or out is None:

@@ -90,7 +90,7 @@ def _use_files(words: Sequence[str]) -> list[str]:
             continue
         path = path if equals else next(ahead, "")
         if not path:
-            raise HeadgateError(f"{FILE_OPTION} names no file; write {FILE_OPTION} FILE.py")
+            raise HeadgateError(f"{FILE_OPTION} needs a file; write {FILE_OPTION} FILE.py")
         use_file(path)
     return rest
 

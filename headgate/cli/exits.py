@@ -7,9 +7,11 @@ bug.
 import errno
 import io
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import TextIO
 
 from headgate.errors import HeadgateError
 
@@ -60,6 +62,34 @@ def _usable_streams() -> None:
             setattr(sys, name, _Closed() if name == "stdout" else nowhere)
         elif hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace" if name == "stderr" else "replace")
+    if not isinstance(sys.stderr, _Heedless):
+        sys.stderr = _Heedless(sys.stderr)
+
+
+class _Heedless(io.TextIOBase):
+    """Standard error, or nothing where that is full or its reader has left."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str, /) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._stream.encoding
 
 
 class _Closed(io.TextIOBase):
@@ -88,6 +118,7 @@ def _refuse(sentence: str) -> None:
 
 
 def _say(sentence: str) -> None:
+    sentence = re.sub(r"\S{500,}", lambda word: f"{word[0][:100]}...", sentence)  # what was given is long
     rank = os.environ.get("RANK", "0")  # under torchrun every process usually meets the same error
     with suppress(OSError):
         print(f"headgate{'' if rank == '0' else f' (rank {rank})'}: {sentence}", file=sys.stderr)

@@ -83,7 +83,7 @@ def write(
     come; returns a line about its speed."""
     tokens = tokenizer.encode([prompt])[0].tolist()
     if not tokens:
-        raise HeadgateError("the prompt is empty; give it at least a word, or - to read standard input")
+        raise HeadgateError("the prompt is empty; give at least one word, or - to read standard input")
     words, begun = Detokenizer(tokenizer), time.perf_counter()
     times: list[float] = []
 

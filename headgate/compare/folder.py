@@ -117,18 +117,18 @@ class StudyFolder:
         for name in ("budget", "threads", "cost", "looks"):
             old, new = getattr(before, name), getattr(asked, name)
             if old != new:
-                found.append(f"{name}={old} and not {new}")
+                found.append(f"{name}={old}, not {new}")
         if before.data.fingerprint != asked.data.fingerprint:
             found.append(f"data from {before.data.folder!r} and not this")
         for name in ("tune", "space", "published") if before.tune else ():
             old, new = getattr(before, name), getattr(asked, name)
             if old != new:
-                found.append(f"{name}={old} and not {new}")
+                found.append(f"{name}={old}, not {new}")
         known = {variant.label: variant for variant in before.variants}
         for variant in asked.variants:
             old_variant = known.get(variant.label)
             if old_variant is not None and old_variant.mechanism != variant.mechanism:
-                found.append(f"{variant.label!r} meaning {old_variant.pattern} and not {variant.pattern}")
+                found.append(f"{variant.label!r} meaning {old_variant.pattern}, not {variant.pattern}")
         if found:
             raise HeadgateError(
                 f"{str(self.path)!r} is a study with {'; '.join(found)}; choose another folder"

@@ -5,6 +5,7 @@ list may name jobs that are finished, and a study that was stopped makes the sam
 """
 
 import math
+import re
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,9 @@ from headgate.compare.progress import StudyProgress
 from headgate.compare.variants import Variant
 from headgate.train.checkpoint import saved_steps
 from headgate.train.folder import RunFolder, last_step, read_metrics
+
+OURS = r"^headgate( \(rank \d+\))?: "
+"""How a line begins that says why a command ended."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,8 +169,12 @@ def last_loss(job: Job) -> float:
 
 
 def failure(log: Path) -> str:
-    """Why a run failed: the last line its process wrote."""
+    """Why a run failed: the last line its process wrote, or under torchrun, which frames its own account
+    with =====, our last before that."""
     if not log.is_file():
         return "it was not started"
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
-    return next((line for line in reversed(lines) if line), "it wrote nothing").removeprefix("headgate: ")
+    last = next((line for line in reversed(lines) if line), "it wrote nothing")
+    if set(last) == {"="}:
+        last = next((line for line in reversed(lines) if re.match(OURS, line)), last)
+    return re.sub(OURS, "", last)

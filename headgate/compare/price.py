@@ -46,7 +46,7 @@ def parse_ladder(text: str) -> tuple[float, ...]:
         found = sorted({1.0, *(float(part) for part in text.split(","))})
     except ValueError:
         found = []
-    if len(found) < 3 or found[0] <= 0 or not math.isfinite(found[-1]):
+    if len(found) < 3 or not all(0 < multiple < math.inf for multiple in found):
         raise HeadgateError(f"ladder={text!r} is not a ladder of at least three budgets; write 0.25,1,4")
     return tuple(found)
 

@@ -27,7 +27,7 @@ from headgate.compare.variants import Variant, parse_variants
 from headgate.config import Config, EngineOptions, StudyOptions
 from headgate.data.shards import open_split
 from headgate.machine import cores
-from headgate.measure.costs import CostPlan, device, measure_costs, step_seconds
+from headgate.measure.costs import CostPlan, device, measure_costs, refuse_lengths, step_seconds
 from headgate.measure.gates import gates_on_passage
 from headgate.measure.skipping import can_skip, gate_skipping
 from headgate.papers.paper import load_paper
@@ -73,6 +73,7 @@ def run_study(
         settings=tuple(overrides),
     )
     check_fit(base, asked.data, *splits)
+    World(0, engine.processes * engine.nodes, device()).share(base.train.batch_size)
     if asked.tune:
         draw_trials(parse_space(asked.space, base), (), asked.tune)  # refuses now what cannot be drawn
     claims = None if options.claims is None else load_paper(options.claims)
@@ -81,7 +82,9 @@ def run_study(
     folder = StudyFolder(out)
     folder.refuse_strangers()
     if engine.on == "local":
-        refuse_too_large(base.model, World(0, 1, device()), shard=False)
+        refuse_too_large(base, World(0, 1, device()))
+        if options.cost:
+            refuse_lengths(base, asked.cost.lengths_for(base.train))
     at_once = options.jobs or max(1, cores() // asked.threads)
     if options.dry_run:
         _forecast(folder, asked, base, at_once)

@@ -198,16 +198,14 @@ def _take(folder: Path, asked: SuitePlan) -> SuitePlan:
     for name in ("rates", "tuning_seeds"):
         old, new = getattr(before, name), getattr(asked, name)
         if old != new:
-            found.append(f"{name}={old} and not {new}")
+            found.append(f"{name}={old}, not {new}")
     for name, source in asked.tasks.items():
         if before.tasks.get(name, source) != source:
-            found.append(f"{name} as {before.tasks[name]} and not {source}")
+            found.append(f"{name} as {before.tasks[name]}, not {source}")
     known = {variant.label: variant for variant in before.variants}
     for variant in asked.variants:
         if variant.label in known and known[variant.label].mechanism != variant.mechanism:
-            found.append(
-                f"{variant.label!r} meaning {known[variant.label].pattern} and not {variant.pattern}"
-            )
+            found.append(f"{variant.label!r} meaning {known[variant.label].pattern}, not {variant.pattern}")
     if found:
         raise HeadgateError(f"{str(folder)!r} is a suite with {'; '.join(found)}; choose another folder")
     added = tuple(variant for variant in asked.variants if variant.label not in known)

@@ -38,6 +38,10 @@ class Variant:
             raise HeadgateError(
                 f"variant {text!r} has an empty label; write it after the @, or leave the @ out"
             )
+        if len(label) > 100 or not label.isprintable():
+            raise HeadgateError(
+                f"variant {text!r} has a label that is too long, or that cannot be printed; choose another"
+            )
         if label.strip() == SEAL:
             raise HeadgateError(
                 f"variant {text!r} has the label {SEAL!r}, which a study's files use; choose another"
@@ -50,7 +54,7 @@ class Variant:
     def folder(self) -> str:
         """A folder name that every file system accepts and that belongs to this label alone."""
         plain = re.sub(r"[^A-Za-z0-9._=+-]+", "-", self.label).strip("-.")
-        if plain == self.label:
+        if plain == self.label and len(plain) <= 100:
             return plain
         return f"{plain[:60]}-{hashlib.sha256(self.label.encode()).hexdigest()[:8]}".lstrip("-")
 

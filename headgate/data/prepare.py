@@ -154,7 +154,7 @@ def _refuse_another(
     """Raise, naming the difference, unless this asks for what the folder was started with."""
     asked = config.to_dict(request)
     differences = [
-        f"{name}={begun.get(name)!r} and not {'none' if value is None else repr(value)}"
+        f"{name}={begun.get(name)!r}, not {'none' if value is None else repr(value)}"
         for name, value in asked.items()
         if begun.get(name) != value
     ]
@@ -170,7 +170,7 @@ def _refuse_another(
             differences = [f"a source {was} {name!r} of {size} bytes"]
     if differences:
         raise HeadgateError(
-            f"{str(folder)!r} was started with {', '.join(differences)}; choose another folder or delete it"
+            f"{str(folder)!r} was started with {'; '.join(differences)}; choose another folder or delete it"
         )
 
 

@@ -203,7 +203,7 @@ def _list(given: str, out: Path | None) -> tuple[Any, tuple[SourceFile, ...]]:
         return filesystem, _files(found, root, given, "Python's own .py files")
     expected = "'stdlib', a file, a folder, a glob or hf://datasets/..."
     if not given:
-        raise HeadgateError(f"the source is an empty name; expected {expected}")
+        raise HeadgateError(f"the source is empty; expected {expected}")
     filesystem, root = reach(given, "source")
     pattern = ""
     with reading(given, filesystem):

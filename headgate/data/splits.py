@@ -17,7 +17,7 @@ Shares = tuple[int, int, int]
 
 def parse_shares(text: str) -> Shares:
     parts = text.split("/")
-    if len(parts) != 3 or not all(part.strip().isdecimal() for part in parts):
+    if len(parts) != 3 or not all(part.strip().isdecimal() and len(part) < 16 for part in parts):
         raise HeadgateError(f"splits {text!r} are not whole shares for train, val and test, such as 80/10/10")
     train, val, test = map(int, parts)
     return train, val, test

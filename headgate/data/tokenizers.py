@@ -58,7 +58,8 @@ class Tokenizer:
             self.vocab_size = 1 + max(self._inner.get_vocab().values())  # its numbers have gaps
         find = self._inner.token_to_id
         self.end_of_text = end_of_text or next((end for end in KNOWN_ENDS if find(end) is not None), "")
-        found = find(self.end_of_text)
+        printable = self.end_of_text.encode(errors="replace").decode()  # no token is broken text
+        found = find(printable) if printable == self.end_of_text else None
         if found is None:
             given = f"has no token {end_of_text!r}" if end_of_text else f"has none of {', '.join(KNOWN_ENDS)}"
             raise HeadgateError(f"the tokenizer {given}; name the token that ends a text with --end-of-text")

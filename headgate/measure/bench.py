@@ -45,6 +45,7 @@ def bench(
     require_at_least(shape, 1, "batch", "n_heads", "n_kv_heads", "head_dim", "window")
     if not lengths:
         raise HeadgateError("there are no lengths to measure at; give some, such as 1024,4096")
+    shape.refuse_too_long(max(lengths))
     require_distinct(names or (), "mechanisms")
     _check_seconds(seconds)
     if figure_path is not None and figure_path.suffix not in (".html", ".png", ".svg"):

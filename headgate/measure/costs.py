@@ -32,7 +32,9 @@ from headgate.measure.speed import interleaved, ratios
 from headgate.mechanisms import Mechanism
 from headgate.mechanisms.contract import Heads
 from headgate.model.decoder import Decoder
+from headgate.train.distributed import World
 from headgate.train.evaluate import autocast
+from headgate.train.loop import refuse_too_large
 from headgate.train.optim import clip_gradients, gradient_norm, make_optimizer
 
 Kind = Literal["training", "decoding"]
@@ -128,6 +130,13 @@ def build(config: Config) -> Decoder:
 def sequences_at(length: int, train: TrainConfig) -> int:
     """As many tokens per step as in training, and at least one sequence."""
     return max(1, train.batch_size * train.context // length)
+
+
+def refuse_lengths(config: Config, lengths: Sequence[int]) -> None:
+    """Raise if the longest of them cannot fit this machine's memory."""
+    longest = max(lengths)
+    train = replace(config.train, context=longest, batch_size=sequences_at(longest, config.train))
+    refuse_too_large(replace(config, train=train), World(0, 1, device()))
 
 
 def training_step(decoder: Decoder, train: TrainConfig, length: int) -> Callable[[], None]:

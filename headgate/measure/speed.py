@@ -23,7 +23,7 @@ from torch import Tensor
 from headgate import ops
 from headgate.config import parse_mechanisms, split_mechanisms
 from headgate.errors import HeadgateError, suggestion
-from headgate.machine import Peak
+from headgate.machine import Peak, memory
 from headgate.mechanisms import MECHANISMS, Mechanism
 from headgate.mechanisms.contract import Heads, initialise, make_options
 
@@ -43,6 +43,16 @@ class Shape:
 
     def heads(self) -> Heads:
         return Heads(self.n_heads * self.head_dim, self.n_heads, self.n_kv_heads, self.head_dim)
+
+    def refuse_too_long(self, length: int) -> None:
+        """Raise, before anything is drawn, if x, q, k, v, the output and their gradients cannot fit."""
+        numbers = 2 * self.batch * length * self.head_dim * (3 * self.n_heads + 2 * self.n_kv_heads)
+        if 4 * numbers > memory():
+            raise HeadgateError(
+                f"attention over {self.batch:,} x {length:,} tokens, {self.n_heads:,} heads of "
+                f"{self.head_dim:,}, needs at least {4 * numbers / 1e9:,.0f} GB, and this machine has "
+                f"{memory() / 1e9:,.0f} GB"
+            )
 
     def inputs(self, length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x, q, k, v in the memory layout that projections produce: (B,T,heads,D), viewed as

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from headgate.config import override, parse_mechanisms
 from headgate.machine import keep_memory
-from headgate.measure.costs import build, decoding_step, peak_memory, training_step
+from headgate.measure.costs import build, decoding_step, peak_memory, refuse_lengths, training_step
 from headgate.measure.speed import Shape, interleaved, measure, mechanism_cases, ratios
 from headgate.mechanisms import MECHANISMS
 from headgate.recipes import get_recipe
@@ -54,6 +54,7 @@ def measure_steps(
     configs = {
         name: replace(base, model=replace(base.model, mechanism=parse_mechanisms(name))) for name in chosen
     }
+    refuse_lengths(base, [*lengths, *decoded_after])
     rows = {name: Row(name) for name in chosen}
     spent = seconds * len(chosen)
     for length in lengths:

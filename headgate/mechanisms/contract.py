@@ -328,11 +328,11 @@ class Mechanism(nn.Module):
 
     def pairs(self, length: int) -> int:
         """How many query-key pairs a head evaluates over `length` tokens, averaged over heads."""
-        total = 0
-        for position in range(length):
-            first = self.first_key(position)
-            total += position + 1 - first + min(first, self.pinned_keys)
-        return total
+        causal = length * (length + 1) // 2
+        if type(self).first_key is Mechanism.first_key:
+            return causal
+        pinned = self.pinned_keys
+        return causal - sum(max(0, first - pinned) for first in map(self.first_key, range(length)))
 
     def pair_operations(self) -> int:
         """Operations per pair besides attention's own, for `headgate plan`: a network applied to each

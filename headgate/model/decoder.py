@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from headgate.config import Config, MechanismSpec, ModelConfig, from_dict, parse_mechanisms, to_dict
 from headgate.errors import HeadgateError, suggestion
 from headgate.files import kind, named, read_json
+from headgate.machine import avoid_broken_tiles
 from headgate.mechanisms.contract import (
     MECHANISMS,
     Heads,
@@ -443,6 +444,8 @@ def load(path: str | os.PathLike[str]) -> Decoder:
                 f"expected {expected.get(name, 'nothing of that name')}"
             )
     decoder.load_state_dict(tensors, assign=True)
+    if any(tensor.dtype == torch.bfloat16 for tensor in tensors.values()):
+        avoid_broken_tiles()
     return decoder
 
 

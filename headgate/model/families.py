@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from headgate.config import MechanismSpec, ModelConfig, RopeScaling, from_dict
+from headgate.config import MOST_LAYERS, MechanismSpec, ModelConfig, RopeScaling, from_dict
 from headgate.errors import HeadgateError
 from headgate.mechanisms.contract import MECHANISMS, Heads, make_options
 
@@ -78,6 +78,10 @@ def read_settings(values: Mapping[str, Any], where: str) -> ModelConfig:
     known = {f.name for f in fields(FamilySettings)}
     given = {name: values[name] for name in values if name in known}
     s = from_dict(FamilySettings, DEFAULTS.get(family, {}) | given, where=where)
+    if not 1 <= s.num_hidden_layers <= MOST_LAYERS:
+        raise HeadgateError(
+            f"{where!r} has num_hidden_layers={s.num_hidden_layers}; expected from 1 to {MOST_LAYERS:,}"
+        )
     theta, scaling = _rope(s, where)
     return ModelConfig(
         vocab_size=s.vocab_size,

@@ -19,7 +19,7 @@ from headgate.mechanisms.contract import Past
 from headgate.plan import cpu_timing
 from headgate.plan.devices import CPU, Device, Seconds
 from headgate.plan.memory_trace import Ledger, Memory, Pass, Passes, Sizes, blank_decoder, walk
-from headgate.train.summary import flops_per_token, mechanisms_of, pairs_per_token
+from headgate.train.summary import flops_per_token, mechanisms_of, pairs_by_layer
 
 USABLE = 0.9
 """The share of a device's memory that a plan fills: the rest goes to the program and to gaps between
@@ -160,10 +160,10 @@ class Planner:
         self.mechanisms = mechanisms_of(self.decoder)
         self.documents = None if split is None else document_lengths(split, train)
         self.forward = flops_per_token(self.decoder, train.context, self.documents)
-        gated = [m for m in self.mechanisms if m.pair_operations()]
+        pairs = pairs_by_layer(self.decoder, train.context, self.documents)
         self.besides = sum(
-            pairs_per_token(m, train.context, self.documents) * train.context * m.pair_operations()
-            for m in gated
+            pairs_of * train.context * mechanism.pair_operations()
+            for pairs_of, mechanism in zip(pairs, self.mechanisms, strict=True)
         )
         """Operations on pairs besides attention's own, per head and sequence."""
         self.share = self.total // count
@@ -228,8 +228,9 @@ class Planner:
 
     def largest(self, *, recompute: bool, shard: bool) -> Fit:
         """The way that fits with the most sequences."""
-        for sequences in range(self.share, 1, -1):
-            if self.share % sequences == 0:
+        for passes in range(1, self.share):
+            if self.share % passes == 0:
+                sequences = self.share // passes
                 memory = self.memory(sequences, recompute=recompute, shard=shard)
                 if memory.total <= USABLE * self.device.memory:
                     return self.way(sequences, recompute=recompute, shard=shard)

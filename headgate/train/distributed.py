@@ -115,7 +115,7 @@ def join(device: str | None) -> Iterator[World]:
         return
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         value = os.environ.get(name, "")
-        if not value if name == "MASTER_ADDR" else not value.isdecimal():
+        if not value if name == "MASTER_ADDR" else not value.isdecimal() or len(value) > 9:
             raise HeadgateError(
                 f"RANK={os.environ['RANK']} is set, as torchrun sets it, but {name} is {value!r}; start the "
                 "job with torchrun, or unset RANK"

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from headgate import config, files, ops
-from headgate.config import Config, ModelConfig, RunOptions
+from headgate.config import Config, RunOptions
 from headgate.data.loader import IGNORED, Loader, validation_windows
 from headgate.data.shards import Split, open_split
 from headgate.errors import HeadgateError
@@ -93,7 +93,7 @@ def train(
                 steps = f"all {asked.train.steps:,} steps are done"
                 print(f"{str(run.path)!r} is finished: {steps}", file=sys.stderr)
             return Outcome(asked.train.steps, None)
-        refuse_too_large(asked.model, world, shard=options.shard)
+        refuse_too_large(asked, world, shard=options.shard)
         decoder = Decoder(asked.model, seed=asked.seed)
         first = world.on_first(lambda: _claim(run, asked, record, init, decoder, stack))
         trainer = Trainer(asked, options, world, run, decoder, splits)
@@ -438,19 +438,27 @@ def _open_metrics(run: RunFolder, step: int) -> None:
         raise HeadgateError(f"{str(path)!r} cannot be written: {error.strerror}") from error
 
 
-def refuse_too_large(model: ModelConfig, world: World, *, shard: bool) -> None:
-    """Raise, before anything is allocated, if the weights and the optimiser's state cannot fit in memory."""
+def refuse_too_large(asked: Config, world: World, *, shard: bool = False) -> None:
+    """Raise, before anything is allocated, if what training holds at the very least cannot fit the memory:
+    weights, gradients and the optimiser's state, each layer's input and a step's tokens."""
+    model, train = asked.model, asked.train
     with torch.device("meta"):
         few = Decoder(replace(model, n_layers=min(model.n_layers, len(model.mechanism))))
     layers = sum(p.numel() for p in few.layers.parameters())
     parameters = few.parameter_count() + layers * (model.n_layers - len(few.layers)) // len(few.layers)
     on_gpu = world.device.type == "cuda"
     held = torch.cuda.get_device_properties(world.device).total_memory if on_gpu else memory()
+    tokens = world.share(train.batch_size) * train.context
+    number = 2 if train.precision == "bf16" else 4
     needed = 16 * parameters // (world.size if shard else 1)
+    needed += tokens * model.d_model * model.n_layers * number
+    if not on_gpu:
+        needed += tokens * train.accumulation * 16  # as they come from the loader: tokens and targets
     if needed > held:
         raise HeadgateError(
-            f"the model has {parameters:,} parameters, which take {needed / 1e9:,.0f} GB with gradients and "
-            f"optimiser, but {world.device} has {held / 1e9:,.0f} GB; headgate plan shows what fits"
+            f"a model of {parameters:,} parameters, trained on {tokens * train.accumulation:,} tokens a "
+            f"step, needs at least {needed / 1e9:,.0f} GB, and {world.device} has {held / 1e9:,.0f} GB; "
+            "headgate plan shows what fits"
         )
 
 

@@ -87,6 +87,13 @@ def pairs_per_token(mechanism: Mechanism, context: int, documents: DocumentLengt
     return float((found * documents.counts).sum() / documents.tokens)
 
 
+def pairs_by_layer(decoder: Decoder, context: int, documents: DocumentLengths | None = None) -> list[float]:
+    """`pairs_per_token` of each layer; the pattern over the layers repeats, so each part is counted once."""
+    layers, pattern = mechanisms_of(decoder), len(decoder.config.mechanism)
+    found = [pairs_per_token(mechanism, context, documents) for mechanism in layers[:pattern]]
+    return [found[n % pattern] for n in range(len(layers))]
+
+
 def flops_per_token(
     decoder: Decoder, context: int, documents: DocumentLengths | None = None
 ) -> dict[str, float]:
@@ -100,7 +107,7 @@ def flops_per_token(
     )
     if decoder.config.tied_embeddings:
         weights += decoder.embedding.weight.numel()
-    pairs = sum(pairs_per_token(m, context, documents) for m in mechanisms_of(decoder))
+    pairs = sum(pairs_by_layer(decoder, context, documents))
     attention = 4.0 * pairs * decoder.config.n_heads * decoder.config.head_dim
     return {"linear": 2.0 * weights, "attention": attention, "forward": 2.0 * weights + attention}
 
@@ -108,5 +115,5 @@ def flops_per_token(
 def sparsity(decoder: Decoder, context: int, documents: DocumentLengths | None = None) -> dict[str, Any]:
     """The share of the causal query-key pairs that each layer does not evaluate."""
     dense = (context + 1) / 2
-    layers = [1 - pairs_per_token(m, context, documents) / dense for m in mechanisms_of(decoder)]
+    layers = [1 - pairs / dense for pairs in pairs_by_layer(decoder, context, documents)]
     return {"context": context, "mean": sum(layers) / len(layers), "by_layer": layers}

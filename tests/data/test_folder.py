@@ -34,9 +34,9 @@ def test_run_again_it_does_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"tokenizer": "bpe:300"}, "was started with tokenizer='byte' and not 'bpe:300'"),
-        ({"splits": (8, 1, 1)}, r"splits=\[80, 10, 10\] and not \[8, 1, 1\]"),
-        ({"dedup": True, "max_tokens": 5}, "dedup=False and not True, max_tokens=None and not 5"),
+        ({"tokenizer": "bpe:300"}, "was started with tokenizer='byte', not 'bpe:300'"),
+        ({"splits": (8, 1, 1)}, r"splits=\[80, 10, 10\], not \[8, 1, 1\]"),
+        ({"dedup": True, "max_tokens": 5}, "dedup=False, not True; max_tokens=None, not 5"),
     ],
 )
 def test_another_request_for_the_same_folder_is_refused(

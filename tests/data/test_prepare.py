@@ -257,7 +257,7 @@ def test_a_bad_row_keeps_what_came_before_and_can_be_mended(
             ["good.jsonl", "--splits", "1/100000/0"],
             "falls into the training split of --splits 1/",
         ),
-        ([""], "the source is an empty name"),
+        ([""], "the source is empty"),
         (["good.jsonl", "--text-column", "body"], "has no 'body'"),
         (["good.jsonl", "--splits", "80/20"], "splits '80/20' are not whole shares for train"),
         (["good.jsonl", "--splits", "0/1/1"], "leave nothing to train on"),

@@ -108,7 +108,7 @@ def test_the_command(headgate: Run, tmp_path: Path) -> None:
     assert headgate("prepare", SOURCE, tmp_path / "data")[0] == 0  # there already
     code, _, errors = headgate("prepare", SOURCE.replace("pairs=6", "pairs=7"), tmp_path / "data")
     assert code == 2
-    assert "pairs=6 and not 7" in errors
+    assert "pairs=6, not 7" in errors
     code, _, errors = headgate("prepare", "recall:pears=3", tmp_path / "other")
     assert code == 2
     assert "did you mean 'pairs'?" in errors

@@ -199,7 +199,7 @@ def test_a_parquet_file_damaged_in_the_middle_names_where(tmp_path: Path) -> Non
         ("empty/*.txt", "source 'empty/\\*.txt' is empty"),
         ("a.csv", "source 'a.csv' is of an unsupported kind"),
         ("zzz://a", "source 'zzz://a' cannot be reached: Protocol not known"),
-        ("", "the source is an empty name; expected 'stdlib', a file"),
+        ("", "the source is empty; expected 'stdlib', a file"),
         ("ftp://host.invalid/a.txt", "source 'ftp://host.invalid/a.txt' cannot be reached: "),
         ("a**/b.txt", r"source 'a\*\*/b.txt' is not a valid glob"),
     ],

@@ -416,8 +416,11 @@ FAULTS = {
     "no object": (lambda f: (f / "config.json").write_text("[]"), "holds a list; expected a JSON object"),
     "wrong type": (
         lambda f: change(f, hidden_size="32"),
-        "hidden_size='32' is a str; expected a whole number",
+        "hidden_size='32' is not a whole number",
     ),
+    "too many layers": (lambda f: change(f, num_hidden_layers=10**9), "expected from 1 to 1,000"),
+    "too few layers": (lambda f: change(f, num_hidden_layers=-1), "expected from 1 to 1,000"),
+    "rope list": (lambda f: change(f, rope_scaling=[1]), "rope_scaling=.* is not an object of settings"),
     "activation": (lambda f: change(f, hidden_act="gelu"), "has hidden_act='gelu', which headgate's"),
     "bias": (lambda f: change(f, attention_bias=True), "has attention_bias=True"),
     "quantised": (lambda f: change(f, quantization_config={"bits": 4}), "has quantization_config="),

@@ -185,7 +185,7 @@ def test_a_refusal_of_the_first_process_reaches_all(micro: Config, data: Path, t
     assert job.returncode != 0
     assert "headgate: " in words
     assert "headgate (rank 1): " in words  # nobody waits in vain
-    assert words.count("train.steps=1 and not 2") == 2
+    assert words.count("train.steps=1, not 2") == 2
 
 
 def test_a_batch_that_cannot_be_shared_out_is_refused() -> None:

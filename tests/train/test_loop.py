@@ -239,8 +239,8 @@ def test_another_configuration_is_refused_with_the_difference(
     with pytest.raises(HeadgateError) as caught:
         train(other, data, run)
     message = str(caught.value)
-    assert "train.steps=2 and not 3" in message
-    assert "seed=0 and not 4" in message
+    assert "train.steps=2, not 3" in message
+    assert "seed=0, not 4" in message
     assert f"headgate train --out {run}" in message
     assert "\n" not in message
     with pytest.raises(HeadgateError, match=r"model\.mechanism="):
