@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.utils.weak import WeakIdKeyDictionary
 
-from headgate.ops.gpu import NO_TRITON
+from headgate.ops.gpu import NO_TRITON, device_kind, is_planned
 from headgate.ops.merge import merged
 from headgate.ops.span.options import Span
 
@@ -41,9 +41,9 @@ Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 def refuse(q: Tensor, *tensors: Any, **options: Any) -> str | None:
     """Why FlexAttention cannot take these heads."""
-    if q.device.type not in DEVICES:
+    if device_kind(q.device) not in DEVICES:
         return f"it runs on a GPU, not on {q.device.type}"
-    if not _TRITON:
+    if not _TRITON and not is_planned():
         return NO_TRITON
     if q.dtype not in DTYPES:
         return f"it takes float32, bfloat16 and float16, not {q.dtype}".replace("torch.", "")
@@ -149,9 +149,10 @@ def span_attention(
     v: Tensor,
     span: Span,
     *,
+    output_only: bool = False,
     ring_log_weight: Tensor | None = None,
     key_bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     if key_bias is not None and torch.is_grad_enabled() and k.shape[2] % BLOCK:
         # What is appended lies behind every query that counts.
         more, queries = -k.shape[2] % BLOCK, q.shape[2]
@@ -161,26 +162,35 @@ def span_attention(
         if ring_log_weight is not None:
             ring_log_weight = F.pad(ring_log_weight, (0, more))
         out, lse = span_attention(
-            q, k, v, span, ring_log_weight=ring_log_weight, key_bias=F.pad(key_bias, (0, more))
+            q,
+            k,
+            v,
+            span,
+            output_only=output_only,
+            ring_log_weight=ring_log_weight,
+            key_bias=F.pad(key_bias, (0, more)),
         )
-        return out[:, :, :queries], lse[:, :, :queries]
+        return out[:, :, :queries], None if lse is None else lse[:, :, :queries]
     queries, keys = q.shape[2], k.shape[2]
     bias = None if key_bias is None else KeyBias(key_bias, keys - queries)
     prefix, pinned = max(0, span.dense_prefix - span.start), max(0, span.pinned - span.start)
     farthest = keys if span.window is None else min(span.window, keys)
     seen = SeenPairs(queries, keys, 0, farthest, prefix, pinned)
-    near, near_lse = _attend(q, k, v, _mask_of(q, seen, span.first_keys), bias)
+    mask = _mask_of(q, seen, span.first_keys)
+    if output_only and ring_log_weight is None:
+        return _attend(q, k, v, mask, bias), None
+    near, near_lse = _attend_with_lse(q, k, v, mask, bias)
     if ring_log_weight is None:
         return near, near_lse
     seen = SeenPairs(queries, keys, farthest + 1, min(span.ring, keys))
-    far, far_lse = _attend(q, k, v, _mask_of(q, seen, span.first_keys), bias)
+    far, far_lse = _attend_with_lse(q, k, v, _mask_of(q, seen, span.first_keys), bias)
     far_lse = far_lse + ring_log_weight.to(far_lse.dtype)
     return merged(near, near_lse, far, far_lse), torch.logaddexp(near_lse, far_lse)
 
 
 def block_selected_attention(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, block: int) -> Tensor:
     """Attention of each query to its own block of keys up to itself and to the chosen ones (B,H,Tq,S)."""
-    return _attend(q, k, v, selected_mask(q, k, chosen, block))[0]
+    return _attend(q, k, v, selected_mask(q, k, chosen, block))
 
 
 def selected_mask(q: Tensor, k: Tensor, chosen: Tensor, block: int) -> BlockMask:
@@ -228,23 +238,34 @@ class KeyBias:
         return biased
 
 
-def _attend(
+def _attend_with_lse(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, bias: KeyBias | None = None
 ) -> tuple[Tensor, Tensor]:
+    out, extra = _attend(q, k, v, mask, bias, AuxRequest(lse=True))
+    return out, extra.lse if bias is None else extra.lse + bias.own
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: BlockMask,
+    bias: KeyBias | None = None,
+    extra: AuxRequest | None = None,
+) -> Any:
     # Inside somebody's torch.compile the call is traced with the rest; outside, FlexAttention by itself would
     # compute all pairs.
     attend = flex_attention if torch.compiler.is_compiling() else _compiled()
-    out, extra = attend(
+    return attend(
         q,
         k,
         v,
         score_mod=None if bias is None else bias.scores(),
         block_mask=mask,
         enable_gqa=q.shape[1] != k.shape[1],
-        return_aux=AuxRequest(lse=True),
+        return_aux=extra,
         kernel_options=_kernel_options(q, k),
     )
-    return out, extra.lse if bias is None else extra.lse + bias.own
 
 
 def _kernel_options(q: Tensor, k: Tensor) -> dict[str, Any] | None:
@@ -308,6 +329,9 @@ def _block_mask(some: Tensor, every: Tensor | None, pairs: Mask, queries: int, k
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of each row are marked, and their columns, these first and in order."""
-    order = (~blocks).to(torch.int32).argsort(dim=-1, stable=True)
-    return blocks.sum(-1, dtype=torch.int32), order.to(torch.int32).contiguous()
+    """How many blocks of each row are marked, and their columns, in order; behind them the last column."""
+    # In a compiled layer this runs with every call, and a sort would be a kernel or two of its own.
+    rank, columns = blocks.cumsum(-1, dtype=torch.int32), blocks.shape[-1]
+    wanted = torch.arange(1, columns + 1, dtype=torch.int32, device=blocks.device)
+    order = torch.searchsorted(rank, wanted.expand_as(rank).contiguous(), out_int32=True)
+    return rank[..., -1].contiguous(), order.clamp(max=columns - 1)

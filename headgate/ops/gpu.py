@@ -1,5 +1,8 @@
 """What the paths on a GPU ask of it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -25,3 +28,27 @@ def send(t: Tensor, device: torch.device) -> Tensor:
 def has_double(device: torch.device) -> bool:
     """Whether it computes in double precision, which Apple's GPUs do not."""
     return device.type != "mps"
+
+
+def device_kind(device: torch.device) -> str:
+    """A device's type; while a plan is made, that of the device it is made for."""
+    planned = _planned["kind"]
+    return planned if planned and device.type == "cpu" else device.type
+
+
+def is_planned() -> bool:
+    """Whether tensors on the CPU stand for those of another device."""
+    return bool(_planned["kind"])
+
+
+@contextmanager
+def planned_for(device: str) -> Iterator[None]:
+    """Inside, paths are chosen and tiles sized as on such a device ("cuda", "mps"); nothing runs there."""
+    before, _planned["kind"] = _planned["kind"], "" if device == "cpu" else device
+    try:
+        yield
+    finally:
+        _planned["kind"] = before
+
+
+_planned = {"kind": ""}  # no ContextVar: torch.compile cannot trace one

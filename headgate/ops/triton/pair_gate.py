@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headgate.ops.gpu import NO_TRITON, before_ampere
+from headgate.ops.gpu import NO_TRITON, before_ampere, device_kind, is_planned
 
 WIDTHS = (32, 64, 128)
 HIDDEN = (4, 8, 16, 32)
@@ -74,9 +74,9 @@ def configs(kernel: str, width: int, dtype: torch.dtype, backend: str) -> tuple[
 
 def refuse(q: Tensor, hidden: int) -> str | None:
     """Why the kernels cannot take these heads."""
-    if q.device.type not in DEVICES:
+    if device_kind(q.device) not in DEVICES:
         return f"it runs on a GPU, not on {q.device.type}"
-    if not _INSTALLED:
+    if not _INSTALLED and not is_planned():
         return NO_TRITON
     if before_ampere(q):
         return "it needs an NVIDIA device of compute capability 8.0 or newer, or one of AMD's"
