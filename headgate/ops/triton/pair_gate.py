@@ -61,10 +61,10 @@ def configs(kernel: str, width: int, dtype: torch.dtype, backend: str) -> tuple[
         )
     if kernel == "forward":
         return KernelConfig(64, 32, 4, 1), KernelConfig(64, 32, 8, 1), KernelConfig(32, 32, 4, 1), FEW_QUERIES
+    if backend == "hip":  # 16 rows a warp: in a tile of 32 x 32 four warps would each compute all of it
+        return KernelConfig(64, 16, 4, 1), KernelConfig(32, 16, 2, 1)
     if kernel == "backward":  # larger ones spill on sm_80
         return KernelConfig(32, 32, 4, 1), KernelConfig(32, 16, 4, 1)
-    if backend == "hip":
-        return KernelConfig(32, 32, 4, 1), KernelConfig(64, 16, 4, 1)
     if width <= 64:  # 16 rows a warp: sums over columns need no other warp
         if kernel == "backward_queries":
             return KernelConfig(64, 32, 4, 1), KernelConfig(64, 16, 4, 1)
