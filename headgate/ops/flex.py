@@ -140,7 +140,7 @@ class SeenPairs:
         else:
             some, every = self.blocks_of_documents(first_keys)
         pairs = self.pairs(device, first_keys)
-        return _block_mask((some & ~every)[:, None], every[:, None], pairs, self.queries, self.keys)
+        return block_mask((some & ~every)[:, None], every[:, None], pairs, self.queries, self.keys)
 
 
 def span_attention(
@@ -179,11 +179,11 @@ def span_attention(
     mask = _mask_of(q, seen, span.first_keys)
     if output_only and ring_log_weight is None:
         return _attend(q, k, v, mask, bias), None
-    near, near_lse = _attend_with_lse(q, k, v, mask, bias)
+    near, near_lse = attend_with_lse(q, k, v, mask, bias)
     if ring_log_weight is None:
         return near, near_lse
     seen = SeenPairs(queries, keys, farthest + 1, min(span.ring, keys))
-    far, far_lse = _attend_with_lse(q, k, v, _mask_of(q, seen, span.first_keys), bias)
+    far, far_lse = attend_with_lse(q, k, v, _mask_of(q, seen, span.first_keys), bias)
     far_lse = far_lse + ring_log_weight.to(far_lse.dtype)
     return merged(near, near_lse, far, far_lse), torch.logaddexp(near_lse, far_lse)
 
@@ -218,7 +218,7 @@ def selected_mask(q: Tensor, k: Tensor, chosen: Tensor, block: int) -> BlockMask
         column = torch.where(reached, column, columns)
         column = F.pad(column, (0, 0, 0, rows * BLOCK - queries), value=columns)
         some = some.scatter(3, column.unflatten(2, (rows, BLOCK)).flatten(3).long(), True)
-    return _block_mask(some[..., :columns], None, seen, queries, keys)
+    return block_mask(some[..., :columns], None, seen, queries, keys)
 
 
 class KeyBias:
@@ -238,7 +238,7 @@ class KeyBias:
         return biased
 
 
-def _attend_with_lse(
+def attend_with_lse(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, bias: KeyBias | None = None
 ) -> tuple[Tensor, Tensor]:
     out, extra = _attend(q, k, v, mask, bias, AuxRequest(lse=True))
@@ -308,7 +308,7 @@ def _bounds(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return low, (low + BLOCK - 1).clamp(max=length - 1)
 
 
-def _block_mask(some: Tensor, every: Tensor | None, pairs: Mask, queries: int, keys: int) -> BlockMask:
+def block_mask(some: Tensor, every: Tensor | None, pairs: Mask, queries: int, keys: int) -> BlockMask:
     """A mask from the blocks (B,H,rows,columns) that are partly seen, and those seen whole."""
     kv, of_q = _listed(some), _listed(some.mT)
     none = (None, None)

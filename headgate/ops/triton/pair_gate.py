@@ -57,7 +57,7 @@ def configs(kernel: str, width: int, dtype: torch.dtype, backend: str) -> tuple[
             return KernelConfig(32, 16, 4, 1), KernelConfig(16, 32, 4, 1)
         return (
             KernelConfig(16, 32, 8, 1),
-            KernelConfig(16, 16, 4, 1) if width > 64 else KernelConfig(32, 32, 8, 1),
+            KernelConfig(16, 16, 4, 1) if width > 64 or kernel == "backward" else KernelConfig(32, 32, 8, 1),
         )
     if kernel == "forward":
         return KernelConfig(64, 32, 4, 1), KernelConfig(64, 32, 8, 1), KernelConfig(32, 32, 4, 1), FEW_QUERIES
