@@ -1,4 +1,4 @@
-"""Plans as a person reads them: one in detail, or several beside one another."""
+"""Plans for people to read: one in detail, or several side by side."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -27,14 +27,14 @@ def print_plan(plan: Plan, label: str) -> None:
         f"{label}: {plan.parameters:,} parameters, {plan.mechanism_parameters:,} of them the mechanism's"
     )
     console.print(
-        f"{train.context:,} tokens, {train.batch_size} sequences a pass, {train.accumulation} "
-        f"pass{'es' * (train.accumulation > 1)} a step, {train.precision}, on {plan.count} x {device.name} "
+        f"{train.context:,} tokens, {train.batch_size} sequences per pass, {train.accumulation} "
+        f"pass{'es' * (train.accumulation > 1)} per step, {train.precision}, on {plan.count} x {device.name} "
         f"({device.source})"
     )
     console.print(
         f"A step takes {quantity(plan.flops['total'])}FLOP "
         f"({plan.flops['attention'] / plan.flops['total']:.0%} attention, by {' and '.join(plan.paths)}) and "
-        f"moves {quantity(plan.bytes_moved)}B; decoding keeps {quantity(plan.cache)}B a sequence.\n"
+        f"moves {quantity(plan.bytes_moved)}B; decoding keeps {quantity(plan.cache)}B per sequence.\n"
     )
     table = _table("run with", "sequences", "peak", "fits", "a step", "the run")
     rows = [("as asked", plan.asked), *((way.options, way) for way in plan.ways if way != plan.asked)]
@@ -65,7 +65,7 @@ def _table(*columns: str) -> Table:
 
 
 def print_table(plans: Sequence[Plan], labels: Sequence[str]) -> None:
-    """`labels` has the mechanisms; the plans stand in their order, context after context."""
+    """`labels` are the mechanisms; the plans are in the same order, context after context."""
     console = table_console(WIDTH)
     device = plans[0].device
     console.print(
@@ -99,7 +99,7 @@ def verdict(plan: Plan) -> str:
         least = min(plan.ways, key=lambda way: way.memory.total)
         return (
             f"Nothing fits: one sequence at a time needs {quantity(least.memory.total)}B with "
-            f"{least.options}, and {USABLE:.0%} of a device is {quantity(USABLE * plan.device.memory)}B; "
+            f"{least.options}, but {USABLE:.0%} of a device is {quantity(USABLE * plan.device.memory)}B; "
             "shorten the context, or plan for more or larger devices."
         )
     where = "this CPU" if plan.device.name == CPU else f"{plan.count} x {plan.device.name}"
@@ -110,8 +110,8 @@ def verdict(plan: Plan) -> str:
     cost = plan.cost(way)
     if cost is not None:
         price = span(cost, lambda price: f"{price:,.0f}")
-        return f"{sentence} and cost {price} at your {plan.price:g} a device and hour."
-    return sentence + ("." if plan.device.name == CPU else "; --price tells the cost.")
+        return f"{sentence} and cost {price} at {plan.price:g} per device and hour."
+    return sentence + ("." if plan.device.name == CPU else "; --price shows the cost.")
 
 
 def settings(plan: Plan, way: Fit) -> str:
@@ -163,7 +163,7 @@ def plan_words(
     data: str | None,
     as_json: bool,
 ) -> None:
-    """From the words of the command line to what it prints."""
+    """From command-line arguments to what is printed."""
     for name, value in (("context", context), ("batch", batch), ("threads", threads), ("count", count)):
         if value is not None and value < 1:
             raise HeadgateError(f"{name}={value} is too small; it must be at least 1")
@@ -173,15 +173,15 @@ def plan_words(
         raise HeadgateError("--contexts needs --table; add it, or give --context for one plan")
     if threads is not None:
         if device != "cpu":
-            raise HeadgateError(f"--threads {threads} is for the cpu, and --device is {device}; leave it out")
+            raise HeadgateError(f"--threads {threads} is for the cpu, but --device is {device}; leave it out")
         torch.set_num_threads(threads)
     asked = config.override(named_config(recipe), overrides)
     asked = with_batch(asked, context=context, batch=batch)
     split = None if data is None else open_split(data, "train", verify=False)
     if split is not None and asked.train.documents == "stream":
         raise HeadgateError(
-            "--data tells how long documents are, which train.documents=stream does not keep apart; leave it "
-            "out, or add train.documents=mask"
+            "--data shows how long documents are, but train.documents=stream does not keep them apart; leave "
+            "it out, or add train.documents=mask"
         )
     if table:
         names = [*filter(None, [mechanism]), *mechanisms] or on_shelf("papers")

@@ -217,8 +217,10 @@ def test_no_compiler_is_imported() -> None:
         "run(['plan', 'tiny', '--mechanism', 'context-adaptive', '--threads', '1', '--json']);"
         "print(sorted({'sympy', 'torch._dynamo', 'torch._inductor', 'scipy', 'altair'} & set(sys.modules)))"
     )
-    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
-    plan, modules = told.splitlines()
+    printed = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    ).stdout
+    plan, modules = printed.splitlines()
     assert json.loads(plan)["device"]["name"] == "cpu"
     assert modules == "[]"
 
@@ -231,7 +233,7 @@ def test_words_and_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert "134,234,368 parameters" in told
     assert "8 x A100" in told
     assert "--recompute" in told
-    assert "at your 2 a device and hour" in told
+    assert "at 2 per device and hour" in told
     cli.run(["plan", "tiny", "--device", "L4", "--table", "--mechanisms", "local", "--contexts", "256,512"])
     told = capsys.readouterr().out
     assert max(map(len, told.splitlines())) <= 80
@@ -254,10 +256,10 @@ def test_words_and_tables(capsys: pytest.CaptureFixture[str]) -> None:
         (["--device", "A10"], "unknown device 'A10'; did you mean 'a100'?"),
         (["--count", "0"], "count=0 is too small"),
         (["--count", "2"], "count=2 of this machine cannot be measured"),
-        (["--device", "L4", "--count", "3"], "8 sequences cannot be shared out evenly over 3 devices"),
+        (["--device", "L4", "--count", "3"], "8 sequences cannot be shared evenly among 3 devices"),
         (["--batch", "0"], "batch=0 is too small"),
-        (["--price", "-1"], "price=-1.0 is no price; give that of one device for an hour"),
-        (["--table", "--contexts", "5,x"], "contexts='5,x' is not whole numbers above 0"),
+        (["--price", "-1"], "price=-1.0 is not a price; give that of one device per hour"),
+        (["--table", "--contexts", "5,x"], "contexts='5,x' must be whole numbers above 0"),
         (["--contexts", "5"], "--contexts needs --table"),
         (["--mechanism", "fulll"], "did you mean 'full'?"),
     ],
