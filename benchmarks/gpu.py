@@ -508,6 +508,9 @@ def main() -> None:
     command = [sys.executable, str(Path(__file__).resolve()), "--device", options.device]
     command += ["--thorough"] * options.thorough + ["--answer"]
     first, *outcomes = carried_out(["environment"], command, seconds=120)
+    if first.get("passed") is False:
+        print(f"The device cannot be asked: {first['error']}", file=sys.stderr)
+        sys.exit(1)
     report: dict[str, Any] = {"environment": first, "cases": outcomes, "send": SEND}
     for outcome in carried_out(cases, command, seconds=60 * options.minutes):
         outcomes.append(outcome)

@@ -43,12 +43,19 @@ def is_planned() -> bool:
 
 @contextmanager
 def planned_for(device: str) -> Iterator[None]:
-    """Inside, paths are chosen and tiles sized as on such a device ("cuda", "mps"); nothing runs there."""
-    before, _planned["kind"] = _planned["kind"], "" if device == "cpu" else device
+    """Inside, paths are chosen and tiles sized as on such a device ("cuda", AMD's "hip", "mps"); nothing runs
+    there."""
+    before = dict(_planned)
+    _planned.update(kind={"cpu": "", "hip": "cuda"}.get(device, device), hip="hip" * (device == "hip"))
     try:
         yield
     finally:
-        _planned["kind"] = before
+        _planned.update(before)
 
 
-_planned = {"kind": ""}  # no ContextVar: torch.compile cannot trace one
+def is_hip() -> bool:
+    """Whether GPUs are AMD's."""
+    return bool(_planned["hip"] if is_planned() else torch.version.hip)
+
+
+_planned = {"kind": "", "hip": ""}  # no ContextVar: torch.compile cannot trace one

@@ -54,7 +54,7 @@ class Device:
     source: str
     """Where the figures come from."""
     kind: str = "cpu"
-    """Its type as PyTorch knows it: cuda, which AMD's are too, mps or cpu."""
+    """What runs there: cuda, hip (AMD's), mps or cpu."""
 
 
 def _device(
@@ -84,7 +84,7 @@ _KNOWN = (
     _device("L40S", 48, 362, 91.6, 864, 32, "NVIDIA L40S datasheet; PCIe 4.0"),
     _device("RTX 4090", 24, 165, 82.6, 1008, 32, "NVIDIA Ada whitepaper; PCIe 4.0"),
     _device("RTX 5090", 32, 209.5, 104.8, 1792, 64, "NVIDIA RTX Blackwell whitepaper; PCIe 5.0"),
-    _device("MI300X", 192, 1307, 163.4, 5300, 448, "AMD Instinct MI300X datasheet"),
+    _device("MI300X", 192, 1307, 163.4, 5300, 448, "AMD Instinct MI300X datasheet", "hip"),
     _device("M4", 32, 3.8, 3.8, 120, 120, f"{_APPLE} 10 cores at 1.47 GHz", "mps"),
     _device("M4 Max", 128, 17.2, 17.2, 546, 546, f"{_APPLE} 40 cores at 1.68 GHz", "mps"),
     _device("M3 Ultra", 512, 28.6, 28.6, 819, 819, f"{_APPLE} 80 cores at 1.40 GHz", "mps"),

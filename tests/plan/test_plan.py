@@ -271,9 +271,12 @@ def test_errors_are_one_sentence(words: list[str], sentence: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def seconds(config: Config, device: str, mechanism: str = "full", **options: int) -> Seconds:
-    asked = replace(config, model=replace(config.model, mechanism=Variant.parse(mechanism).mechanism))
-    return make_plan(asked, find_device(device), all_ways=False, **options).asked.seconds
+def config_of(config: Config, mechanism: str) -> Config:
+    return replace(config, model=replace(config.model, mechanism=Variant.parse(mechanism).mechanism))
+
+
+def seconds(config: Config, device: str, mechanism: str = "full") -> Seconds:
+    return make_plan(config_of(config, mechanism), find_device(device), all_ways=False).asked.seconds
 
 
 def test_a_small_step_takes_as_long_as_its_kernels_take_to_start() -> None:
@@ -298,6 +301,7 @@ def test_attention_is_costed_by_its_path() -> None:
     assert planned.run(1, recompute=False).paths == (frozenset({"triton"}),)
     forward, both = (planned.attention(0, ["triton"], 0, again) for again in (0, 1))
     assert both / forward == pytest.approx(6 / 5)
+    assert make_plan(config_of(config, "local"), find_device("MI300X"), all_ways=False).paths == ("flex",)
     assert planner(config, "near-far").run(1, recompute=False).paths == (frozenset({"varlen"}),)
 
 
