@@ -20,12 +20,14 @@ import os
 import platform
 import queue
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import IO, Any
@@ -69,9 +71,14 @@ def all_cases(*, thorough: bool) -> list[str]:
 class Child:
     """A process that carries out cases, and the lines it prints."""
 
-    def __init__(self, command: Sequence[str], **options: Any) -> None:
+    def __init__(self, command: Sequence[str]) -> None:
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+            command,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # what it starts ends with it
         )
         self.lines: queue.Queue[str | None] = queue.Queue()
         self.complaints: list[str] = []
@@ -103,6 +110,9 @@ class Child:
                 return found
 
     def end(self) -> int:
+        if hasattr(os, "killpg"):
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
         code = self.process.wait()
         for thread in self._threads:
@@ -116,7 +126,7 @@ def carried_out(
     """The outcome of each case, by processes that run `command` with the cases still to do behind it."""
     left, until = list(cases), time.monotonic() + seconds
     while left and time.monotonic() < until:
-        child = Child([*command, *left], cwd=ROOT)
+        child = Child([*command, *left])
         reason = ""
         try:
             while left and not reason:
@@ -396,12 +406,13 @@ def _flex(shape: Any) -> Any:
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    compiled = torch.compile(flex_attention)
+    compiled, masks = torch.compile(flex_attention), {}
 
     def attend(x: Any, q: Any, k: Any, v: Any) -> Any:
         t = q.shape[2]
-        mask = create_block_mask(lambda b, h, i, j: j <= i, None, None, t, t, device=q.device)
-        return compiled(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+        if t not in masks:
+            masks[t] = create_block_mask(lambda b, h, i, j: j <= i, None, None, t, t, device=q.device)
+        return compiled(q, k, v, block_mask=masks[t], enable_gqa=q.shape[1] != k.shape[1])
 
     return attend
 

@@ -5,6 +5,7 @@ import json
 import queue
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,17 +27,33 @@ def command() -> ModuleType:
 
 
 CHILD = """
-import json, os, sys, time
+import json, os, subprocess, sys, time
 for case in sys.argv[1:]:
     if case == "dies":
         print("a sticky error", file=sys.stderr, flush=True)
         os.abort()
     if case == "hangs":
-        open(os.environ["MARKER"], "w").close()
+        below = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        with open(os.environ["MARKER"] + ".new", "w") as file:
+            file.write(str(below.pid))
+        os.rename(file.name, os.environ["MARKER"])
         time.sleep(600)
     print("something else", flush=True)
     print(json.dumps({"case": case, "passed": True, "process": os.getpid()}), flush=True)
 """
+
+
+def has_ended(process: int) -> bool:
+    """Waits for it: the system takes a moment to end it."""
+    for _ in range(600):
+        state = Path(f"/proc/{process}/stat")
+        try:
+            if state.read_text().rsplit(")", 1)[1].split()[0] in "ZX":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.1)
+    return False
 
 
 def test_a_case_that_dies_or_hangs_costs_no_other(
@@ -46,6 +63,7 @@ def test_a_case_that_dies_or_hangs_costs_no_other(
     marker = tmp_path / "hanging"
     monkeypatch.setenv("MARKER", str(marker))
     answer = command.Child.answer
+    started: list[int] = []
 
     def patient(child: Any, patience: float) -> Any:
         """Waits as long as the machine takes, but for the case that will never answer."""
@@ -54,6 +72,7 @@ def test_a_case_that_dies_or_hangs_costs_no_other(
                 return answer(child, 0.1)
             except queue.Empty:
                 if marker.exists():
+                    started.append(int(marker.read_text()))
                     marker.unlink()
                     raise
 
@@ -65,6 +84,7 @@ def test_a_case_that_dies_or_hangs_costs_no_other(
     assert "a sticky error" in outcomes[1]["error"]
     assert "no answer in 3 s" in outcomes[3]["error"]
     assert len({outcomes[n]["process"] for n in (0, 2, 4)}) == 3
+    assert has_ended(started[0]), "what the hanging case had started goes on"
 
 
 def test_what_is_left_when_time_is_up_is_named(command: ModuleType) -> None:
