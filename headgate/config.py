@@ -521,7 +521,9 @@ class EngineOptions:
     processes: int = 1
     """Processes of each run, one for each of its GPUs, started by torchrun on every node."""
     nodes: int = 1
-    """Nodes of each run; Slurm alone."""
+    """Nodes of each run, on Slurm or Ray."""
+    shard: bool = False
+    """Share the weights of each run out over its processes (FSDP2), for models that no single GPU holds."""
     slurm: str = ""
     """Settings of Slurm's jobs as sbatch calls them, as in partition=gpu,gpus=1,time=120."""
     ray: str = ""
@@ -543,8 +545,10 @@ class EngineOptions:
                 raise HeadgateError(f"--{option} {text!r} is for --on {engine}, and --on is {self.on}")
         if not self.ray_address.strip():
             raise HeadgateError("--ray-address is empty; give the cluster's address, or auto")
-        if self.nodes > 1 and self.on != "slurm":
-            raise HeadgateError(f"--nodes {self.nodes} needs --on slurm, and --on is {self.on}")
+        if self.nodes > 1 and self.on == "local":
+            raise HeadgateError(f"--nodes {self.nodes} needs --on slurm or --on ray, and --on is local")
+        if self.shard and self.nodes * self.processes == 1:
+            raise HeadgateError("--shard shares the weights out over processes; give --processes or --nodes")
 
 
 def engine_settings(text: str, option: str) -> dict[str, str]:

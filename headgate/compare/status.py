@@ -14,9 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from headgate import config, files
-from headgate.compare.executors.executor import STOPPED, cancel_mark
+from headgate.compare.executors import ray, slurm
+from headgate.compare.executors.executor import cancel_mark
 from headgate.compare.executors.leases import SILENCE, Holder, is_free, read_holder
-from headgate.compare.executors.worker import Task, lease_folder
+from headgate.compare.executors.worker import STOPPED, Task, lease_folder
 from headgate.compare.folder import StudyFolder
 from headgate.compare.jobs import failure
 from headgate.errors import HeadgateError
@@ -69,7 +70,8 @@ def study_status(folder: str | os.PathLike[str]) -> StudyStatus:
     runs = []
     for home in homes(folder):
         now = _clock(home)
-        keys = sorted(path.stem for path in home.glob("queue/*.json") if path.name != "slurm.json")
+        own = {slurm.jobs_path(home), ray.address_path(home)}
+        keys = sorted(path.stem for path in home.glob("queue/*.json") if path not in own)
         runs += [_run(home, key, now) for key in keys]
     return StudyStatus(str(folder), tuple(runs))
 
@@ -130,13 +132,9 @@ def cancel_study(folder: str | os.PathLike[str], ray_address: str) -> list[str]:
     for home in homes(folder):
         files.own_folder(home / "queue")
         files.write_text(cancel_mark(home), "")
-        if (home / "queue" / "slurm.json").is_file():
-            from headgate.compare.executors import slurm
-
+        if slurm.jobs_path(home).is_file():
             slurm.cancel_slurm_jobs(home)
-        if any(run.engine == "ray" for run in running):
-            from headgate.compare.executors import ray
-
+        if ray.address_path(home).is_file():
             ray.cancel_ray_actors(home, ray_address)
     return [run.name for run in running]
 

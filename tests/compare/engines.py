@@ -4,11 +4,11 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from waiting import wait_until
 
@@ -84,22 +84,21 @@ def slurm(folder: Path) -> Iterator[dict[str, str]]:
 
 
 @contextmanager
-def ray(folder: Path) -> Iterator[str]:
-    """The address of a head without processors and two nodes with one each."""
-    program = Path(sys.executable).parent / "ray"
-    port = _free_port()
-    address = f"127.0.0.1:{port}"
-    quiet = ["--disable-usage-stats", "--object-store-memory", "80000000"]
-    head = ["--head", "--port", str(port), "--num-cpus", "0", "--include-dashboard=false"]
-    head += ["--temp-dir", str(folder), "--min-worker-port", "0", "--max-worker-port", "0"]
+def ray(folder: Path) -> Iterator[Any]:
+    """A cluster of a head without processors and two nodes with one each, by Ray's own means for tests: the
+    address is its `address`, and a node of it can be removed without ceremony."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 0, "include_dashboard": False, "temp_dir": str(folder)},
+    )
     try:
-        subprocess.run([program, "start", *head, *quiet], check=True, capture_output=True)
         for _ in range(2):
-            node = ["--address", address, "--num-cpus", "1"]
-            subprocess.run([program, "start", *node, *quiet], check=True, capture_output=True)
-        yield address
+            cluster.add_node(num_cpus=1)
+        yield cluster
     finally:
-        subprocess.run([program, "stop", "--force"], capture_output=True)
+        cluster.shutdown()
 
 
 def _free_port() -> int:
