@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,24 @@ def test_ray_gives_the_same_though_a_worker_and_a_node_die(
     assert judged(out) == expected
 
 
+def test_a_run_of_two_slurm_nodes_is_one(
+    on_slurm: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_CONF", on_slurm["SLURM_CONF"])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    (tmp_path / "ranks").mkdir()
+    task = Task("run", "run", (str(tmp_path / "ranks"),), str(tmp_path / "run"), str(tmp_path / "log.txt"))
+    task = replace(task, module="ranks")
+    carry_out(task, tmp_path, EngineOptions(on="slurm", nodes=2))
+    found = {path.name: path.read_text() for path in (tmp_path / "ranks").iterdir()}
+    assert found == {"0": "0 1 of 2", "1": "0 1 of 2"}, (tmp_path / "log.txt").read_text()
+
+
+def carry_out(task: Task, study: Path, options: EngineOptions) -> None:
+    executor = make_executor(study, 1, options)
+    run_tasks(executor, study, [task], lambda task: True, lambda *_: None, lambda _: None)
+
+
 def test_a_run_of_two_ray_nodes_shares_its_weights_out(
     on_ray: Any, here: tuple[Path, Any], data: Path, tmp_path: Path
 ) -> None:
@@ -150,10 +169,9 @@ def test_a_run_of_two_ray_nodes_shares_its_weights_out(
     words = ["train", str(here[0]), "--data", str(data), "--out", str(tmp_path / "run"), "--shard"]
     words += ["train.steps=6", "model.mechanism=full"]
     task = Task("run", "run", tuple(words), str(tmp_path / "run"), str(tmp_path / "log.txt"))
-    executor = make_executor(tmp_path, 1, EngineOptions(on="ray", ray_address=on_ray.address, nodes=2))
     summary = tmp_path / "run/summary.json"
     try:
-        run_tasks(executor, tmp_path, [task], lambda _: summary.exists(), lambda *_: None, lambda _: None)
+        carry_out(task, tmp_path, EngineOptions(on="ray", ray_address=on_ray.address, nodes=2))
     finally:
         sys.modules["ray"].shutdown()
     assert summary.exists(), (tmp_path / "log.txt").read_text()

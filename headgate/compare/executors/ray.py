@@ -103,9 +103,12 @@ class RayPart:
 def _work_with_others(ray: Any, study: Path, key: str, count: int, options: dict[str, Any], job: str) -> None:
     name = _prefix(study) + key
     group = ray.util.get_placement_group(name)
+    machines = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    # Nodes of one machine need no network to meet, nor a name server, which PyTorch would ask.
+    address = "127.0.0.1" if len(machines) == 1 else ray.util.get_node_ip_address()
     with socket.socket() as free:
         free.bind(("", 0))
-        address, port = ray.util.get_node_ip_address(), free.getsockname()[1]
+        port = free.getsockname()[1]
     parts = []
     for rank in range(1, count):
         actor = ray.remote(RayPart).options(**options | _place(group, rank)).remote()

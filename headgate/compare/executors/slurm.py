@@ -104,8 +104,10 @@ class SlurmWork:
         signal.signal(signal.SIGUSR2, stop)
         nodes = Nodes()
         if job.num_nodes > 1:
+            # The job's script, and with it srun, is on the first node; its name may mean nothing elsewhere.
+            first = os.environ.get("SLURM_LAUNCH_NODE_IPADDR") or job.hostnames[0]
             port = 20_000 + int(job.raw_job_id) % 20_000
-            nodes = Nodes(job.num_nodes, job.node, job.hostnames[0], port)
+            nodes = Nodes(job.num_nodes, job.node, first, port)
         code = work(Path(study), key, engine="slurm", job=job.job_id, nodes=nodes)
         if out_of_time and code in STOPPED:
             subprocess.run(["scontrol", "requeue", job.job_id], check=True)  # noqa: S607 - Slurm's own place
