@@ -147,10 +147,13 @@ def print_status(status: StudyStatus) -> None:
         Text(f"{status.folder}: {counted or 'nothing has been queued yet'}")
         + Text(f"; about {duration(left)} left" if left is not None else "")
     )
+    shown = sorted(_shown(status.runs), key=lambda run: ORDER.index(run.state))
+    if not shown:
+        return
     table = Table(box=None, pad_edge=False)
     for column in ("run", "state", "step", "where", "left"):
         table.add_column(column, no_wrap=column != "state")
-    for run in sorted(_shown(status.runs), key=lambda run: ORDER.index(run.state)):
+    for run in shown:
         where = " ".join(filter(None, (run.engine, run.job, run.host)))
         state = f"{run.state}: {run.reason}" if run.reason else run.state
         left_of_it = "" if run.seconds_left is None else duration(run.seconds_left)
@@ -159,8 +162,8 @@ def print_status(status: StudyStatus) -> None:
 
 
 def _shown(runs: Sequence[RunStatus]) -> list[RunStatus]:
-    """Finished runs are only counted; there may be hundreds."""
-    return [run for run in runs if run.state != "finished"]
+    """Those that wait and those that are done are only counted; there may be hundreds."""
+    return [run for run in runs if run.state not in ("queued", "finished")]
 
 
 def status_dict(status: StudyStatus) -> dict[str, Any]:
