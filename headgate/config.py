@@ -527,7 +527,7 @@ class EngineOptions:
     slurm: str = ""
     """Settings of Slurm's jobs as sbatch calls them, as in partition=gpu,gpus=1,time=120."""
     ray: str = ""
-    """Resources of each run on Ray, as in num_gpus=1,num_cpus=8."""
+    """Resources of each run on Ray, on each of its nodes, as in num_gpus=1,num_cpus=8."""
     ray_address: str = "auto"
     """Where the Ray cluster is."""
 

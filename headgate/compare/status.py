@@ -157,7 +157,8 @@ def print_status(status: StudyStatus) -> None:
         where = " ".join(filter(None, (run.engine, run.job, run.host)))
         state = f"{run.state}: {run.reason}" if run.reason else run.state
         left_of_it = "" if run.seconds_left is None else duration(run.seconds_left)
-        table.add_row(*map(Text, (run.name, state, f"{run.step:,} of {run.end:,}", where, left_of_it)))
+        step = f"{run.step:,} of {run.end:,}" if run.end else ""  # measuring costs has none
+        table.add_row(*map(Text, (run.name, state, step, where, left_of_it)))
     console.print(table)
 
 

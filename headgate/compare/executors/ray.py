@@ -8,8 +8,10 @@ import hashlib
 import logging
 import os
 import socket
+import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,8 @@ class RayExecutor:
 
     def __init__(self, study: Path, address: str, settings: Mapping[str, str], nodes: int = 1) -> None:
         self.study, self.nodes = study.resolve(), nodes
-        self.settings = {name: float(amount) for name, amount in settings.items()}
+        self.settings = {_RESOURCES.get(name, name): float(amount) for name, amount in settings.items()}
+        self._warned = False
         self._ray = connect(address)
 
     def start(self, tasks: Sequence[Task]) -> None:
@@ -39,12 +42,12 @@ class RayExecutor:
         for task in tasks:
             name, nodes = _prefix(self.study) + task.key, 1 if task.exclusive else self.nodes
             resources = self._resources(task)
-            options = {**resources, "runtime_env": {"env_vars": environment}}
+            self._warn_of_waiting(resources, nodes)
+            options = _as_options(resources) | {"runtime_env": {"env_vars": environment}}
             if nodes > 1:
-                bundles = [{_BUNDLE.get(what, what): amount for what, amount in resources.items()}] * nodes
                 _remove_group(self._ray, name)  # of a run that has been lost
                 group = self._ray.util.placement_group(
-                    bundles, strategy="STRICT_SPREAD", name=name, lifetime="detached"
+                    [resources] * nodes, strategy="STRICT_SPREAD", name=name, lifetime="detached"
                 )
                 options |= _place(group, 0)
             actor = self._ray.remote(RayWork).options(
@@ -52,12 +55,32 @@ class RayExecutor:
             )
             actor.remote(str(self.study), task.key, nodes, options)
 
-    def _resources(self, task: Task) -> dict[str, Any]:
-        """Of each node of a run."""
-        processors: float = task.threads * task.processes
+    def _resources(self, task: Task) -> dict[str, float]:
+        """Of each node of a run, as Ray's nodes call them."""
+        own = {"CPU": float(task.threads * task.processes)} | self.settings
         if task.exclusive:  # all of a machine's processors, so nothing else is put beside it
-            processors = max(node["Resources"].get("CPU", 1) for node in self._ray.nodes() if node["Alive"])
-        return {"num_cpus": processors} | self.settings
+            own["CPU"] = max(node.get("CPU", 1.0) for node in self._nodes())
+        return own
+
+    def _nodes(self) -> list[dict[str, float]]:
+        """What each living node has in all."""
+        return [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+
+    def _warn_of_waiting(self, resources: Mapping[str, float], nodes: int) -> None:
+        """A cluster that grows may get such nodes; any other would let the runs wait without a word."""
+        fitting = [
+            node
+            for node in self._nodes()
+            if all(node.get(what, 0) >= amount for what, amount in resources.items())
+        ]
+        if len(fitting) < nodes and not self._warned:
+            self._warned = True
+            asked = ", ".join(f"{amount:g} {what}" for what, amount in resources.items())
+            print(
+                f"headgate: the runs wait for {nodes} Ray node{'s' * (nodes > 1)} with {asked}, and there "
+                f"{'is' if len(fitting) == 1 else 'are'} {len(fitting)}; --ray asks for less",
+                file=sys.stderr,
+            )
 
     def active(self) -> set[str]:
         return {name.removeprefix(_prefix(self.study)) for name in _actors(self._ray, self.study)}
@@ -69,8 +92,16 @@ class RayExecutor:
         _cancel(self._ray, self.study)
 
 
-_BUNDLE = {"num_cpus": "CPU", "num_gpus": "GPU"}
-"""What a placement group calls the resources of an actor."""
+_RESOURCES = {"num_cpus": "CPU", "num_gpus": "GPU"}
+"""What nodes and placement groups call the resources of an actor that have a name of their own there."""
+
+
+def _as_options(resources: Mapping[str, float]) -> dict[str, Any]:
+    """For an actor."""
+    named = {option: resources[what] for option, what in _RESOURCES.items() if what in resources}
+    others = {what: amount for what, amount in resources.items() if what not in _RESOURCES.values()}
+    memory = {"memory": others.pop("memory")} if "memory" in others else {}
+    return {**named, **memory, "resources": others}
 
 
 class RayWork:
@@ -164,7 +195,8 @@ def cancel_ray_actors(study: Path, address: str) -> None:
 
 def _cancel(ray: Any, study: Path) -> None:
     for name in _actors(ray, study):
-        ray.kill(ray.get_actor(name, namespace=NAMESPACE))
+        with suppress(ValueError):  # it has ended by itself
+            ray.kill(ray.get_actor(name, namespace=NAMESPACE))
         _remove_group(ray, name)
 
 

@@ -135,7 +135,8 @@ def cancel_slurm_jobs(study: Path) -> None:
     queued = queued_jobs()
     ours = [job for job in _read_jobs(study).values() if job in queued]
     if ours:
-        subprocess.run(["scancel", *ours], check=True)  # noqa: S607 - Slurm's own place
+        # What has ended meanwhile is an error to scancel.
+        subprocess.run(["scancel", *ours], check=False, stderr=subprocess.DEVNULL)  # noqa: S607 - Slurm's
 
 
 def jobs_path(study: Path) -> Path:
