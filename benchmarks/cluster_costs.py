@@ -68,8 +68,8 @@ def main() -> int:
 
     with tempfile.TemporaryDirectory(prefix="costs") as name, ExitStack() as stack:
         home = Path(name)
-        os.environ["SLURM_CONF"] = stack.enter_context(engines.slurm(home / "s"))["SLURM_CONF"]
-        cluster = stack.enter_context(engines.ray(home / "r"))
+        os.environ["SLURM_CONF"] = stack.enter_context(engines.slurm_cluster(home / "s"))["SLURM_CONF"]
+        cluster = stack.enter_context(engines.ray_cluster(home / "r"))
         for engine in (
             EngineOptions(),
             EngineOptions(on="slurm"),

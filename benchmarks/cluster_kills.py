@@ -171,7 +171,7 @@ def main() -> int:
         expected = judged(home / "here")
         for engine in options.on:
             begun = time.monotonic()
-            starter = engines.slurm if engine == "slurm" else engines.ray
+            starter = engines.slurm_cluster if engine == "slurm" else engines.ray_cluster
             with starter(home / engine[0]) as cluster:
                 harm = Harm(engine, cluster, cluster if engine == "slurm" else environment)
                 where = ["--ray-address", cluster.address] if engine == "ray" else []

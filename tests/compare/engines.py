@@ -49,7 +49,7 @@ def missing_slurm() -> str:
 
 
 @contextmanager
-def slurm(folder: Path) -> Iterator[dict[str, str]]:
+def slurm_cluster(folder: Path) -> Iterator[dict[str, str]]:
     """The environment in which sbatch speaks to a cluster of two nodes, both of them this machine."""
     for name in ("state", "munge"):
         (folder / name).mkdir(parents=True)
@@ -89,7 +89,7 @@ def slurm(folder: Path) -> Iterator[dict[str, str]]:
 
 
 @contextmanager
-def ray(folder: Path) -> Iterator[Any]:
+def ray_cluster(folder: Path) -> Iterator[Any]:
     """A cluster of a head without processors and two nodes with one each, by Ray's own means for tests: the
     address is its `address`, and a node of it can be removed without ceremony."""
     before = dict(os.environ)
@@ -97,6 +97,7 @@ def ray(folder: Path) -> Iterator[Any]:
     # else that the machine does.
     os.environ |= {"RAY_TMPDIR": str(folder), "RAY_worker_niceness": "0"}
     (folder / "ray").mkdir(parents=True)
+    import ray
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
@@ -105,6 +106,7 @@ def ray(folder: Path) -> Iterator[Any]:
             cluster.add_node(num_cpus=1)
         yield cluster
     finally:
+        ray.shutdown()  # this process, if it has spoken to the cluster
         cluster.shutdown()
         os.environ.clear()
         os.environ |= before

@@ -36,7 +36,10 @@ def on_slurm() -> Iterator[dict[str, str]]:
     reason = engines.missing_slurm()
     if reason:
         pytest.skip(f"{reason}; not run")
-    with tempfile.TemporaryDirectory(prefix="slurm") as folder, engines.slurm(Path(folder)) as environment:
+    with (
+        tempfile.TemporaryDirectory(prefix="slurm") as folder,
+        engines.slurm_cluster(Path(folder)) as environment,
+    ):
         yield environment
 
 
@@ -44,7 +47,7 @@ def on_slurm() -> Iterator[dict[str, str]]:
 def on_ray() -> Iterator[Any]:
     if importlib.util.find_spec("ray") is None:
         pytest.skip("Ray is not installed; not run")
-    with tempfile.TemporaryDirectory(prefix="ray") as folder, engines.ray(Path(folder)) as cluster:
+    with tempfile.TemporaryDirectory(prefix="ray") as folder, engines.ray_cluster(Path(folder)) as cluster:
         yield cluster
 
 
@@ -170,10 +173,7 @@ def test_a_run_of_two_ray_nodes_shares_its_weights_out(
     words += ["train.steps=6", "model.mechanism=full"]
     task = Task("run", "run", tuple(words), str(tmp_path / "run"), str(tmp_path / "log.txt"))
     summary = tmp_path / "run/summary.json"
-    try:
-        carry_out(task, tmp_path, EngineOptions(on="ray", ray_address=on_ray.address, nodes=2))
-    finally:
-        sys.modules["ray"].shutdown()
+    carry_out(task, tmp_path, EngineOptions(on="ray", ray_address=on_ray.address, nodes=2))
     assert summary.exists(), (tmp_path / "log.txt").read_text()
     together = json.loads(summary.read_text())
     assert together["machine"]["processes"] == 2
