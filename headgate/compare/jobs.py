@@ -1,7 +1,7 @@
 """A job: one run of a study, as `headgate train` is asked for it; and what carries jobs out.
 
-A study is lists of jobs, phase after phase. What has been done stands in the run folders alone, so a list may
-name jobs that are finished, and a study that was stopped makes the same lists again.
+A study is a series of lists of jobs, phase after phase. Only the run folders record what has been done, so a
+list may name jobs that are finished, and a study that was stopped makes the same lists again.
 """
 
 import math
@@ -31,13 +31,13 @@ class Job:
     folder: Path
     log: Path
     steps: int
-    """Of its schedule."""
+    """Steps of its schedule."""
     settings: tuple[str, ...] = ()
-    """Changes to the study's config, beside the mechanism and the seed."""
+    """Changes to the study's config, besides the mechanism and the seed."""
     until: int | None = None
-    """Stop after this step, to be resumed or not."""
+    """Stop after this step, whether it is resumed or not."""
     purpose: str = ""
-    """What it is for, if not to be judged."""
+    """What it is for, if it is not to be judged."""
 
     @property
     def name(self) -> str:
@@ -55,12 +55,12 @@ class Job:
 
     @property
     def key(self) -> str:
-        """A file name of its own within the study."""
+        """A unique file name within the study."""
         return self.log.stem
 
     @property
     def failed(self) -> bool:
-        """Whether its process has ended by itself, and not well."""
+        """Whether its process ended by itself with an error."""
         _, holder = read_holder(lease_folder(self.log.parents[1], self.key))
         return holder is not None and holder.ended not in (None, 0, *STOPPED)
 
@@ -80,17 +80,17 @@ class RunsJobs(Protocol):
 
 @dataclass(frozen=True)
 class JobRunner:
-    """Has an engine carry out the jobs of a study."""
+    """Makes an engine carry out the jobs of a study."""
 
     study_folder: Path
     data: str
     threads: int
-    """Of each run."""
+    """Per run."""
     executor: Executor
     processes: int = 1
-    """Of each run."""
+    """Per run."""
     shard: bool = False
-    """Whether these share its weights out."""
+    """Whether a run's processes each hold a part of its weights."""
 
     def run(self, jobs: Sequence[Job], progress: StudyProgress) -> list[Job]:
         waiting = {job.key: job for job in jobs if not job.finished}
@@ -160,7 +160,7 @@ def _interruptible() -> Iterator[None]:
 
 
 def last_loss(job: Job) -> float:
-    """Of its last evaluation; not a number if there is none."""
+    """The loss of its last evaluation; not a number if there is none."""
     evaluated = [line for line in read_metrics(job.folder) if "validation" in line]
     loss = evaluated[-1]["validation"]["loss"] if evaluated else None
     return math.nan if loss is None else float(loss)

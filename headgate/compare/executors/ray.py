@@ -1,4 +1,4 @@
-"""Runs on a Ray cluster: an actor each, which outlives the study's process and is found again by its name.
+"""Runs on a Ray cluster: one actor each, which outlives the study's process and is found again by its name.
 
 A run of several nodes has a placement group, so that it starts when all its nodes are free and not before.
 The actor on the first node holds the lease and starts one on each of the others, which end with it.
@@ -58,7 +58,7 @@ class RayExecutor:
     def _resources(self, task: Task) -> dict[str, float]:
         """Of each node of a run, as Ray's nodes call them."""
         own = {"CPU": float(task.threads * task.processes)} | self.settings
-        if task.exclusive:  # all of a machine's processors, so nothing else is put beside it
+        if task.exclusive:  # all of a machine's processors, so that nothing else is put beside it
             own["CPU"] = max(node.get("CPU", 1.0) for node in self._nodes())
         return own
 
@@ -182,7 +182,7 @@ def connect(address: str) -> Any:
 
 
 def address_path(study: Path) -> Path:
-    """Where the cluster is that the study's runs were given to."""
+    """The address of the cluster that was given the study's runs."""
     return study / "queue" / "ray.json"
 
 
