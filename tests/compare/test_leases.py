@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,11 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from waiting import HANG, wait_until
 
 from headgate.compare.executors import leases
-from headgate.compare.executors.executor import run_tasks
+from headgate.compare.executors.executor import run_tasks, was_lost
 from headgate.compare.executors.leases import Lease, Watch, read_holder
-from headgate.compare.executors.worker import Task, lease_folder, read_task
+from headgate.compare.executors.worker import Task, lease_folder, read_task, write_task
 
 
 def taken(folder: Path, silence: float = 0.05) -> Lease:
@@ -93,17 +95,22 @@ def test_clocks_that_differ_do_no_harm(tmp_path: Path, monkeypatch: pytest.Monke
     assert watch.is_silent(tmp_path)
 
 
-def test_a_silence_that_somebody_has_watched_is_not_watched_again(tmp_path: Path) -> None:
+def test_a_silence_that_somebody_has_watched_is_not_watched_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = taken(tmp_path)
     elsewhere(first)
     seen = first.holder.pulse
     second = Lease.take(tmp_path, engine="test", silent=seen, silence=600.0)
     assert second is not None
     assert second.generation == 2
-    elsewhere(second)  # another holder, with another pulse
-    watch = Watch(600.0)
-    assert not watch.is_silent(tmp_path)
-    assert second.holder.pulse != seen
+    elsewhere(second)
+    monkeypatch.setattr(leases, "BEAT", 0.01)
+    done = second.keep(lambda: None)
+    try:  # another holder has another pulse
+        assert Lease.take(tmp_path, engine="test", silent=seen, silence=60.0) is None
+    finally:
+        done.set()
 
 
 def test_a_run_whose_worker_fell_silent_elsewhere_is_taken_up_within_a_minute(
@@ -141,6 +148,31 @@ def test_a_run_whose_worker_fell_silent_elsewhere_is_taken_up_within_a_minute(
     failed = run_tasks(Engine(), study, [task], lambda _: len(started) > 1, lambda *_: None, lambda _: None)
     assert not failed
     assert leases.SILENCE < started[-1] <= 60
+
+
+FAILS_WHEN_STOPPED = """\
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+pathlib.Path(sys.argv[1]).touch()
+time.sleep(600)
+"""
+
+
+def test_a_run_that_fails_because_it_was_stopped_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun does; the run is then taken up again, and not reported."""
+    (tmp_path / "fails_when_stopped.py").write_text(FAILS_WHEN_STOPPED)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    begun = tmp_path / "begun"
+    task = Task("one", "one", (str(begun),), str(tmp_path / "run"), str(tmp_path / "log"))
+    write_task(tmp_path, replace(task, module="fails_when_stopped"))
+    words = ["-m", "headgate.compare.executors.worker", str(tmp_path), "one", str(os.getpid())]
+    worker = subprocess.Popen([sys.executable, *words])
+    wait_until(begun.exists, worker)
+    worker.terminate()
+    assert worker.wait(HANG) == 128 + signal.SIGTERM
+    assert was_lost(tmp_path, "one")
 
 
 def test_a_damaged_lease_counts_as_silent_not_as_free(tmp_path: Path) -> None:
