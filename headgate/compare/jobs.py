@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Protocol
 
 from headgate import files
-from headgate.compare.executors.executor import STOPPED, Executor, run_tasks
+from headgate.compare.executors.executor import Executor, run_tasks
 from headgate.compare.executors.leases import read_holder
-from headgate.compare.executors.worker import Task, lease_folder
+from headgate.compare.executors.worker import STOPPED, Task, lease_folder
 from headgate.compare.progress import StudyProgress
 from headgate.compare.variants import Variant
 from headgate.train.checkpoint import saved_steps
@@ -93,6 +93,8 @@ class JobRunner:
     executor: Executor
     processes: int = 1
     """Per run."""
+    shard: bool = False
+    """Whether a run's processes each hold a part of its weights."""
 
     def run(self, jobs: Sequence[Job], progress: StudyProgress) -> list[Job]:
         waiting = {job.key: job for job in jobs if not job.finished}
@@ -131,7 +133,7 @@ class JobRunner:
         return [waiting[task.key] for task in failed]
 
     def _task(self, job: Job) -> Task:
-        words = tuple(job.command(self.study_folder, self.data))
+        words = (*job.command(self.study_folder, self.data), *["--shard"] * self.shard)
         return Task(
             job.key,
             job.name,

@@ -107,6 +107,9 @@ def curve_figure(results: Mapping[str, Any], painter: Painter) -> PageFigure | N
         if not results["costs"]
         else "Seconds come from the separate measurement of speed, with the machine to itself."
     )
+    timed = all(row["seconds"] is not None for row in rows)
+    if not timed:
+        columns.pop(2)
     views = {}
     if paired:
         views["difference by tokens"] = painter.lines(
@@ -130,7 +133,8 @@ def curve_figure(results: Mapping[str, Any], painter: Painter) -> PageFigure | N
         "Mean over the seeds. The spread between seeds is not drawn: it is not the doubt about a difference. "
     )
     views["loss by tokens"] = painter.lines(rows, tokens, y, columns, mean.strip())
-    views["loss by seconds"] = painter.lines(rows, seconds, y, columns, mean + whose)
+    if timed:
+        views["loss by seconds"] = painter.lines(rows, seconds, y, columns, mean + whose)
     return PageFigure("curves", "Learning curves", views)
 
 
