@@ -98,7 +98,7 @@ def _against(results: Mapping[str, Any], painter: Painter, setting: str) -> Figu
     )
     if lost:
         caption += f" Not drawn, since they failed or diverged: {lost}."
-    return FigureView(finished(points, rows), columns, caption)
+    return FigureView(finished(points, rows), columns, caption, key=True)
 
 
 def _of_recipe(config: Mapping[str, Any], setting: str) -> Any:

@@ -7,6 +7,7 @@ import altair as alt
 
 from headgate.report.budgets import ladder_figure, tuning_figure
 from headgate.report.painting import (
+    BARE_ZERO,
     FROM_ZERO,
     LOGARITHMIC,
     ROWS,
@@ -135,7 +136,7 @@ def curve_figure(results: Mapping[str, Any], painter: Painter) -> PageFigure | N
 
 
 def counts_axis() -> alt.Axis:
-    return alt.Axis(format="~s", tickCount=5)
+    return alt.Axis(format="~s", tickCount=5, labelExpr=BARE_ZERO)
 
 
 def cost_against_length(results: Mapping[str, Any], painter: Painter) -> PageFigure | None:

@@ -153,7 +153,7 @@ def _sections(study: Mapping[str, Any], made: Mapping[str, PageFigure]) -> list[
     """Anchors and names of the sections that this page has."""
     every = [
         ("differences-section", "Differences", "tradeoff" in made and "differences" in made),
-        ("spread-section", "Seeds and documents", "spread" in made),
+        ("spread-section", "Seeds and documents" if study["documents"] else "Seeds", "spread" in made),
         ("curves-section", "Learning curves", "curves" in made),
         ("tuning-section", "Tuning", bool(study["tuning"])),
         ("ladder-section", "Compute", bool(study["ladder"])),

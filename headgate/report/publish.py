@@ -26,10 +26,10 @@ OF_A_RUN = ("seed", "state", "reason", "loss", "tokens", "bits_per_byte")
 
 
 def publish_study(study: str | os.PathLike[str], folder: str | os.PathLike[str]) -> list[Path]:
-    """Write a study's results.json, its tables (results.md, papers.md), and each view of each figure as an
-    SVG file named after both."""
+    """Write a study's results.json, its tables (results.md, papers.md), the words of caution beside it
+    (note.txt), and each view of each figure as an SVG file named after both."""
     target, results = Path(folder), read_results(study)
-    tables = [Path(study) / name for name in ("results.md", "papers.md")]
+    tables = [Path(study) / name for name in ("results.md", "papers.md", "note.txt")]
     texts = {path.name: path.read_text(encoding="utf-8") for path in tables if path.is_file()}
     for figure in figures(results).values():
         for title, view in figure.views.items():
@@ -51,9 +51,11 @@ def publish_study(study: str | os.PathLike[str], folder: str | os.PathLike[str])
 
 
 def digest(results: Mapping[str, Any]) -> dict[str, Any]:
-    """The results without each run's curve, the gates, and the paths of this machine."""
-    left_out = ("commands", "passage", "skipping", "documents", "note")
+    """The results without each run's curve and command, the gates, and the paths of this machine."""
+    left_out = ("passage", "skipping", "documents", "note")
     kept = {key: value for key, value in results.items() if key not in left_out}
+    if kept["commands"] is not None:
+        kept["commands"] = {**kept["commands"], "runs": []}
     kept["data"] = {key: value for key, value in results["data"].items() if key != "folder"}
     kept["variants"] = []
     for variant in results["variants"]:

@@ -62,6 +62,7 @@ def _drawn(figure: PageFigure) -> dict[str, Any]:
             "spec": _rounded(view.spec),
             "columns": view.columns,
             "caption": view.caption,
+            "key": view.key,
             "description": f"{figure.title}{f': {name}' if name else ''}. {view.caption}",
         }
         for name, view in figure.views.items()

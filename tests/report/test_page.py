@@ -395,7 +395,7 @@ def test_a_word_of_caution_stands_beside_the_answer(report: Path, tmp_path: Path
     shutil.copy(report.parent / "results.json", tmp_path)
     (tmp_path / "note.txt").write_text("Chosen on\n<this> text.\n", encoding="utf-8")
     text = write_page(tmp_path).read_text(encoding="utf-8")
-    assert "<dd>Chosen on &lt;this&gt; text.</dd>" in text
+    assert "</strong> Chosen on &lt;this&gt; text.</p>" in text
     assert 'href="results.csv"' in text
     assert 'href="results.md"' not in text  # it is not there
     lines = (tmp_path / "results.csv").read_text(encoding="utf-8").splitlines()
