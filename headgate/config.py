@@ -440,14 +440,14 @@ class StudyOptions:
     """What to tune, as in train.learning_rate=1e-3..1e-2,model.rope_theta=[100,10000]; when absent learning
     rate, attention_output_rate and rope_theta around the recipe's, and what a mechanism declares."""
     published: bool = True
-    """With --tune: also judge all variants as published."""
+    """Judge all variants as published too, beside what --tune makes of them."""
     ladder: str = ""
     """Multiples of the budget to train the baseline at as well, as in 0.25,1,4, so that a difference has a
     price in compute."""
     ladder_variants: bool = False
     """Train the other variants at those budgets too, to see the trend of their differences."""
     controls: bool = True
-    """Train two controls as well, no attention and a short window, to see what the study can tell."""
+    """Train two controls, no attention and a short window, which show what the study can tell."""
     budget: Literal["tokens", "seconds"] = "tokens"
     """What is equal for all: the tokens of a run, or its seconds as measured before training."""
     jobs: int | None = None

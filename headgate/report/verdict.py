@@ -64,6 +64,8 @@ def _amount(results: Mapping[str, Any], variant: Mapping[str, Any]) -> str:
         names, written = ("mean", "low", "high"), with_sign
     mean, low, high = (difference[name] for name in names)
     parts = [f"{written(mean)} loss" + ("" if low is None else f" ({written(low)} to {written(high)})")]
+    if low is not None and written(low) == written(high) == written(0.0):
+        parts = ["the same loss in the digits shown"]
     answers, theirs = variant["answers"], results["variants"][0]["answers"]
     if answers and theirs and None not in (answers["accuracy"]["mean"], theirs["accuracy"]["mean"]):
         shares = [one["accuracy"]["mean"] for one in (answers, theirs)]

@@ -344,6 +344,7 @@ def test_tuning_and_compute_are_shown(report: Path) -> None:
     own = study["config"]["train"]["learning_rate"]
     assert {row["value"] for row in tried.rows} == {own, 0.02}  # the recipe's own, which trial 0 has
     assert sum(row["shown"] for row in tried.rows) == 3
+    assert len({row["drawn"] for row in tried.rows}) == len(tried.rows)  # side by side
     assert tried.caption.endswith("failed or diverged: 3.")
     assert list(made["ladder"].views) == ["worth at equal time", "worth at equal tokens", "full by budget"]
     (row,) = made["ladder"].views["worth at equal tokens"].rows
@@ -356,6 +357,15 @@ def test_tuning_and_compute_are_shown(report: Path) -> None:
     assert "beyond the ladder" in text
     assert answer_sentence(study).startswith("Tuned alike, ")
     assert "The same without tuning" in text
+
+
+def test_what_was_not_run_is_said_once(report: Path) -> None:
+    study = read_results(report.parent)
+    for run in study["variants"][1]["runs"]:
+        run["state"] = "not run"
+    text = page(study)
+    assert text.count("Not run, or not to the end:") == 1
+    assert f"{len(study['variants'][1]['runs'])} of {len(study['variants'][1]['runs'])} seeds" in text
 
 
 def test_seeds_and_documents(report: Path) -> None:
