@@ -243,6 +243,8 @@ def test_without_scripts(browser: Any, report: Path) -> None:
     assert page.locator("tr[data-row]:visible").count() == 3
     assert page.locator("tr.more:visible").count() == 2
     assert page.locator("#filter").is_hidden()
+    page.set_viewport_size({"width": 390, "height": 844})
+    assert page.locator("#tradeoff svg").bounding_box()["width"] <= 390
 
 
 def test_on_paper(browser: Any, crowd: Path) -> None:
