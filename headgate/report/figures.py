@@ -351,7 +351,8 @@ def head_figure(results: Mapping[str, Any]) -> PageFigure | None:
         )
         numbers = base.mark_text(fontSize=11).encode(
             alt.Text("gate:Q", format=".2f"),
-            color=alt.condition("datum.gate > 0.55", alt.value("#111111"), alt.value("#f4f4f4")),
+            # On viridis black and white both have a contrast of 4.5 here.
+            color=alt.condition("datum.gate > 0.44", alt.value("#000000"), alt.value("#ffffff")),
         )
         layers = (cells, numbers) if len(rows) <= 160 else (cells,)
         views[variant["label"]] = FigureView(

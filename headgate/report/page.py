@@ -19,7 +19,7 @@ from headgate.report.shell import render
 from headgate.report.spread import seed_differences
 from headgate.report.tradeoff import SHARE, effect
 from headgate.report.verdict import answer_sentence, published_sentence
-from headgate.report.words import with_sign
+from headgate.report.words import with_real_minus, with_sign
 
 SYMBOLS = {
     "better": "▼",
@@ -198,7 +198,7 @@ def _rests_on(study: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _could_see(study: Mapping[str, Any]) -> list[tuple[str, str]]:
     sight = study.get("sight") or {}
     if sight.get("checks"):
-        words = "; ".join(check["words"] for check in sight["checks"])
+        words = "; ".join(with_real_minus(check["words"]) for check in sight["checks"])
         if sight.get("detectable") is not None:
             words += f". Differences of {sight['detectable']:.2g} nats or more would have been seen"
         return [("What it could see", f"{words[0].upper()}{words[1:]}.")]

@@ -56,7 +56,7 @@ class Effect:
     """Of a table."""
 
 
-SHARE = Effect(("relative", "relative_low", "relative_high"), "loss", "+.0%", "+.2%")
+SHARE = Effect(("relative", "relative_low", "relative_high"), "loss", "+.2~%", "+.2%")
 NATS = Effect(("mean", "low", "high"), "loss, nats a token", "+.3~f", "+.4f")
 
 

@@ -13,7 +13,9 @@ def answer_sentence(results: Mapping[str, Any]) -> str:
     sight = results.get("sight") or {}
     named = [v for v in results["variants"][1:] if not is_control(v) and v["difference"]["mean"] is not None]
     tested = [v for v in named if v["difference"]["verdict"] not in ("not tested", "same by construction")]
-    if sight.get("can_tell") is False or not tested:
+    if sight.get("can_tell") is False:
+        return _blind_sentence(sight)
+    if not tested:
         return str(results["headline"])
     better = [v for v in tested if v["difference"]["verdict"] == "better"]
     among = [v for v in better or tested if not v["ablation"]] or better or tested
@@ -36,6 +38,12 @@ def answer_sentence(results: Mapping[str, Any]) -> str:
     else:
         first = f"{how}, no mechanism beat {baseline}. Best: {best['label']}, {amount}."
     return f"{first} Of the others: {others}." if others else first
+
+
+def _blind_sentence(sight: Mapping[str, Any]) -> str:
+    """Why a study cannot tell, without the figures, which stand beside the answer."""
+    reasons = [check["words"].partition(" (")[0] for check in sight["checks"] if not check["passed"]]
+    return f"This study cannot tell: {'; '.join(reasons)}. {sight['advice'] or ''}".strip()
 
 
 def published_sentence(results: Mapping[str, Any]) -> str | None:

@@ -1,6 +1,13 @@
 """Numbers as the page writes them: a real minus sign, no sign before what rounds to nothing."""
 
+import re
+
 MINUS = "\N{MINUS SIGN}"
+
+
+def with_real_minus(words: str) -> str:
+    """A sentence whose numbers have a real minus sign."""
+    return re.sub(r"(?<![\w.-])-(?=\d)", MINUS, words)
 
 
 def with_sign(value: float | None, digits: int = 4) -> str:

@@ -244,8 +244,10 @@ def test_the_verdict_names_effect_interval_speed_and_memory() -> None:
     assert answer_sentence(results).startswith(
         "Untuned, no mechanism beat full. Best: near-far:gate=constant,window=1024, −5.4%"
     )
-    results |= {"sight": {"can_tell": False}, "headline": "This study cannot tell: why."}
-    assert answer_sentence(results) == "This study cannot tell: why."
+    checks = [{"passed": True, "words": "all is well"}, {"passed": False, "words": "why (-0.1, -0.2 to 0)"}]
+    results["sight"] = {"can_tell": False, "checks": checks, "detectable": None, "advice": "Add seeds."}
+    assert answer_sentence(results) == "This study cannot tell: why. Add seeds."
+    assert "All is well; why (−0.1, −0.2 to 0)." in page(results)
     assert "100% of answers right against 100%" in answer_sentence(read_results(FINDINGS / "recall"))
 
 
