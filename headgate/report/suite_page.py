@@ -47,6 +47,7 @@ def suite_page(suite: Mapping[str, Any]) -> str:
         numbers="suite.json",
         variants=variants,
         order=_order(variants),
+        known=[sum(not _waits(task["variants"][n]) for task in suite["tasks"]) for n in range(len(variants))],
         looks=looks(variants),
         ablations=any(variant["ablation"] for variant in variants),
         crowded=len(variants) > CROWD,
