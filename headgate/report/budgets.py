@@ -21,6 +21,8 @@ from headgate.report.painting import (
 )
 
 COMPUTE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
+FAR = 1e6
+"""Outside every figure."""
 SIDEWAYS = 0.06
 """Of the width of a figure: how far apart the marks of one trial's variants lie."""
 FINE_COMPUTE = (0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0)
@@ -203,8 +205,10 @@ def _worth(results: Mapping[str, Any], kind: str) -> Rows:
         found = (v["price"] or {}).get(kind)
         if found is None or v["price"]["beyond"] or not found["value"]:
             continue
-        shown = None not in (found["low"], found["high"]) and not found["low"] <= 1 <= found["high"]
-        rows.append({"label": v["label"], **found, "shown": shown})
+        # No compute of the baseline's ends an interval without a high end.
+        end = math.inf if found["high"] is None else found["high"]
+        shown = found["low"] is not None and not found["low"] <= 1 <= end
+        rows.append({"label": v["label"], **found, "end": min(end, FAR), "shown": shown})
     return rows
 
 
@@ -233,9 +237,7 @@ def _worth_view(results: Mapping[str, Any], painter: Painter, rows: Rows, kind: 
         ("low", "95% from", ".2f"),
         ("high", "to", ".2f"),
     ]
-    lines = chart.mark_rule(strokeWidth=4, clip=True, opacity=1).encode(
-        x, alt.X2("high:Q"), y, painter.colour
-    )
+    lines = chart.mark_rule(strokeWidth=4, clip=True, opacity=1).encode(x, alt.X2("end:Q"), y, painter.colour)
     points = chart.mark_point(size=90, opacity=1, strokeWidth=2, clip=True).encode(
         alt.X("value:Q", title=title),
         y,

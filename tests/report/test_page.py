@@ -350,7 +350,7 @@ def test_tuning_and_compute_are_shown(report: Path) -> None:
     assert tried.caption.endswith("failed or diverged: 3.")
     assert list(made["ladder"].views) == ["worth at equal time", "worth at equal tokens", "full by budget"]
     (row,) = made["ladder"].views["worth at equal tokens"].rows
-    assert (row["value"], row["shown"]) == (1.3, False)  # of an interval without an end nothing is shown
+    assert (row["value"], row["shown"]) == (1.3, True)  # the interval begins above 1 and has no end
     assert LABEL in made["ladder"].views["worth at equal time"].caption
     text = page(study)
     assert "and 1 more where the best lay at an edge" in text
