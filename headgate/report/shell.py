@@ -17,7 +17,15 @@ from markupsafe import Markup
 from headgate.report.looks import COLOURS, DARK_COLOURS, DARK_PAPER, PAPER
 from headgate.report.painting import PageFigure
 from headgate.report.publish import standing_alone
-from headgate.report.words import bytes_in_words, decimal, p_in_words, percent, with_real_minus, with_sign
+from headgate.report.words import (
+    bytes_in_words,
+    decimal,
+    p_in_words,
+    percent,
+    percent_ends,
+    with_real_minus,
+    with_sign,
+)
 from headgate.version import __version__
 
 
@@ -38,6 +46,7 @@ def render(
         "minus": with_real_minus,
         "dense": lambda text: "\n".join(line for line in text.splitlines() if line.strip()),
         "percent": percent,
+        "to": percent_ends,
         "number": decimal,
         "p": p_in_words,
         "bytes": bytes_in_words,

@@ -18,7 +18,7 @@ from headgate.report.publish import publish_study
 from headgate.report.reading import read_results
 from headgate.report.tradeoff import frontier
 from headgate.report.verdict import answer_sentence
-from headgate.report.words import percent, with_sign
+from headgate.report.words import percent, percent_ends, with_sign
 
 FINDINGS = Path(__file__).parents[2] / "studies" / "first" / "results"
 
@@ -244,6 +244,13 @@ def test_the_verdict_names_effect_interval_speed_and_memory() -> None:
     assert answer_sentence(results).startswith(
         "Untuned, no mechanism beat full. Best: near-far:gate=constant,window=1024, −5.4%"
     )
+    for variant in results["variants"][1:]:
+        variant["difference"]["verdict"] = "worse"
+    words = answer_sentence(results)
+    assert words.startswith("Untuned, full beats every mechanism. Least behind: near-far:gate=constant")
+    assert words.endswith("Of the others: 27 worse.")
+    alone = {**results, "variants": results["variants"][:2]}
+    assert answer_sentence(alone).startswith("Untuned, dynamic-sparse is worse than full: ")
     checks = [{"passed": True, "words": "all is well"}, {"passed": False, "words": "why (-0.1, -0.2 to 0)"}]
     results["sight"] = {"can_tell": False, "checks": checks, "detectable": None, "advice": "Add seeds."}
     assert answer_sentence(results) == "This study cannot tell: why. Add seeds."
@@ -254,6 +261,8 @@ def test_the_verdict_names_effect_interval_speed_and_memory() -> None:
 def test_nothing_is_minus_nothing() -> None:
     assert percent(-0.0004) == "0.0%"
     assert percent(0.0) == "0.0%"
+    assert percent_ends(-0.06, -0.0003) == "−6.00% to −0.03%"  # an end that is shown to differ from 0 does
+    assert percent_ends(-0.06, 0.0) == "−6.0% to 0.0%"
     assert percent(-0.012) == "−1.2%"
     assert with_sign(-0.00001) == "0.0000"
     for part in ("text", "late", "start", "recall", "long"):
