@@ -78,7 +78,7 @@ def test_bad_override_is_one_clear_sentence(assignment: str, words: str) -> None
     [
         ("{", "is not JSON: line 1"),
         ("[]", "holds a list; expected a JSON object"),
-        ('{"seed": 1, "seed": 2}', "'seed' stands twice"),
+        ('{"seed": 1, "seed": 2}', "'seed' appears twice"),
         ('{"seed": 1}', "'model' is missing"),
         (b"\xff\xfe", "is not UTF-8"),
     ],
@@ -115,7 +115,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> 
 def test_registry_refuses_duplicates_and_suggests() -> None:
     things: Registry[int] = Registry("thing")
     things.register("one")(1)
-    with pytest.raises(HeadgateError, match="thing 'one' is registered already"):
+    with pytest.raises(HeadgateError, match="thing 'one' is already registered"):
         things.register("one")(2)
     with pytest.raises(HeadgateError, match="unknown thing 'onee'; did you mean 'one'"):
         things.get("onee")

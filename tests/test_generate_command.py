@@ -38,8 +38,8 @@ def run_folder(tmp_path: Path) -> Path:
 
 def generated(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, str]:
     run(["generate", *arguments])
-    told = capsys.readouterr()
-    return told.out, told.err
+    printed = capsys.readouterr()
+    return printed.out, printed.err
 
 
 def test_the_text_is_that_of_the_tokens(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,7 +69,7 @@ def test_a_model_file_with_a_tokenizer_beside_it(
         alone / "m.safetensors"
     )
     words = ["--prompt", "a", "--max-new-tokens", "5", "--temperature", "0"]
-    with pytest.raises(HeadgateError, match=r"has no tokenizer.json with it, so it cannot read text"):
+    with pytest.raises(HeadgateError, match=r"has no tokenizer.json, so it cannot read text"):
         generated(capsys, str(model), *words)
     named = generated(capsys, str(model), *words, "--tokenizer", str(run_folder))
     (alone / "tokenizer.json").write_text((run_folder / "tokenizer.json").read_text())
@@ -129,7 +129,7 @@ def test_a_run_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(HeadgateError, match="holds no model"):
         run(["generate", str(tmp_path), "--prompt", "a"])
     lay_out(tmp_path / "small", vocab_size=100)
-    with pytest.raises(HeadgateError, match="the tokenizer has 257 entries and the model 100"):
+    with pytest.raises(HeadgateError, match="the tokenizer has 257 entries but the model 100"):
         run(["generate", str(tmp_path / "small"), "--prompt", "a"])
 
 

@@ -33,7 +33,7 @@ def test_help_says_what_is_needed_and_shows_how() -> None:
     assert text.startswith("usage: headgate compare [NAMES...] --data TEXT --out TEXT [options]")
     assert text.partition("examples:\n")[2].count("headgate compare") == 3
     assert "--jobs N" in text
-    assert "--no-cost" in text
+    assert "--cost, --no-cost" in text
     assert "--budget tokens|seconds" in text
 
 

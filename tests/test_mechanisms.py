@@ -667,7 +667,7 @@ def test_every_mechanism_stands_on_a_shelf() -> None:
         ],
         "own": ["near-far", "output-gated-example"],
     }
-    with pytest.raises(HeadgateError, match="'full' is registered already"):
+    with pytest.raises(HeadgateError, match="'full' is already registered"):
         headgate.mechanisms.register("full")(type("Another", (Mechanism,), {}))
 
 

@@ -1,4 +1,4 @@
-"""From the words of the command line to a command, and the overview of all of them."""
+"""From the command line's words to a command, and the overview of all commands."""
 
 import inspect
 import sys
@@ -57,7 +57,7 @@ def overview() -> str:
         "  local+local+full        a pattern that repeats over the layers",
         "  ./mine.py:mine          from a Python file that is not installed",
         "",
-        "headgate COMMAND --help lists the options of a command. Every command also takes",
+        "headgate COMMAND --help lists a command's options. Every command also takes",
         f"{FILE_OPTION} FILE, which loads the file of a mechanism that a saved run",
         "uses.",
     ]
@@ -86,7 +86,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def _use_files(words: Sequence[str]) -> list[str]:
-    """Load the files given with --mechanism-file; the words without them."""
+    """Load the files given with --mechanism-file; returns the other words."""
     rest, ahead = [], iter(words)
     for word in ahead:
         option, equals, path = word.partition("=")

@@ -1,4 +1,4 @@
-"""Measures a study's costs in a process of its own, which a cluster puts on a machine by itself."""
+"""Measures a study's costs in a separate process, which a cluster puts on a machine by itself."""
 
 import sys
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from headgate.machine import cores
 
 
 class NoRuns:
-    """In place of an engine: nothing is trained here."""
+    """Stands in for an engine: nothing is trained here."""
 
     def run(self, jobs: Sequence[Job], progress: StudyProgress) -> list[Job]:
         raise AssertionError("measuring trains nothing")

@@ -1,7 +1,7 @@
 """A job: one run of a study, as `headgate train` is asked for it; and what carries jobs out.
 
-A study is lists of jobs, phase after phase. What has been done stands in the run folders alone, so a list may
-name jobs that are finished, and a study that was stopped makes the same lists again.
+A study is a series of lists of jobs, phase after phase. Only the run folders record what has been done, so a
+list may name jobs that are finished, and a study that was stopped makes the same lists again.
 """
 
 import math
@@ -31,13 +31,13 @@ class Job:
     folder: Path
     log: Path
     steps: int
-    """Of its schedule."""
+    """Steps of its schedule."""
     settings: tuple[str, ...] = ()
-    """Changes to the study's config, beside the mechanism and the seed."""
+    """Changes to the study's config, besides the mechanism and the seed."""
     until: int | None = None
-    """Stop after this step, to be resumed or not."""
+    """Stop after this step, whether it is resumed or not."""
     purpose: str = ""
-    """What it is for, if not to be judged."""
+    """What it is for, if it is not to be judged."""
 
     @property
     def name(self) -> str:
@@ -55,7 +55,7 @@ class Job:
 
     @property
     def key(self) -> str:
-        """A file name of its own within the study."""
+        """A unique file name within the study."""
         return self.log.stem
 
     @property
@@ -78,15 +78,15 @@ class RunsJobs(Protocol):
 
 @dataclass(frozen=True)
 class JobRunner:
-    """Has an engine carry out the jobs of a study."""
+    """Makes an engine carry out the jobs of a study."""
 
     study_folder: Path
     data: str
     threads: int
-    """Of each run."""
+    """Per run."""
     executor: Executor
     processes: int = 1
-    """Of each run."""
+    """Per run."""
 
     def run(self, jobs: Sequence[Job], progress: StudyProgress) -> list[Job]:
         waiting = {job.key: job for job in jobs if not job.finished}
@@ -156,7 +156,7 @@ def _interruptible() -> Iterator[None]:
 
 
 def last_loss(job: Job) -> float:
-    """Of its last evaluation; not a number if there is none."""
+    """The loss of its last evaluation; not a number if there is none."""
     evaluated = [line for line in read_metrics(job.folder) if "validation" in line]
     loss = evaluated[-1]["validation"]["loss"] if evaluated else None
     return math.nan if loss is None else float(loss)

@@ -1,6 +1,6 @@
-"""How far a study is: which of its runs are done, which are under way and where, what failed and why.
+"""How far a study has come: which of its runs are done, which are running and where, what failed and why.
 
-Everything is read from the study's folder, so it can be asked from any machine that sees it.
+Everything is read from the study's folder, so any machine that sees the folder can ask.
 """
 
 import os
@@ -46,7 +46,7 @@ class RunStatus:
 class StudyStatus:
     folder: str
     runs: tuple[RunStatus, ...]
-    """Those that have been queued so far; later phases queue more."""
+    """The runs queued so far; later phases queue more."""
 
     @property
     def counts(self) -> dict[State, int]:
@@ -54,7 +54,7 @@ class StudyStatus:
 
     @property
     def seconds_left(self) -> float | None:
-        """Until what is queued by now is done, if as many runs as now go on at once."""
+        """Until everything queued so far is done, if as many runs as now continue at once."""
         running = [
             run for run in self.runs if run.state == "running" and run.seconds_left is not None and run.step
         ]
@@ -79,7 +79,7 @@ def homes(folder: str | os.PathLike[str]) -> list[Path]:
     path = files.named(folder, "the study folder")
     if (path / "plan.json").is_file():
         return sorted(child for child in path.iterdir() if files.kind(child, follow=False) == "a folder")
-    StudyFolder(path).read()  # or one sentence about what the folder is not
+    StudyFolder(path).read()  # raises if the folder is not a study
     return [path]
 
 
@@ -97,7 +97,7 @@ def _run(study: Path, key: str, now: float) -> RunStatus:
 
 def _state(study: Path, task: Task, generation: int, holder: Holder | None, now: float) -> State:
     if (task.path(task.folder) / "summary.json").is_file():
-        return "finished"  # whatever has become of the lease
+        return "finished"  # whatever happened to the lease
     if holder is None:
         return "queued" if not generation else "stopped"
     if holder.ended is not None:
@@ -112,7 +112,7 @@ def _clock(folder: Path) -> float:
     try:
         files.open_new(probe).close()
         return probe.stat().st_mtime
-    except OSError:  # a folder that may only be read
+    except OSError:  # a read-only folder
         return time.time()
     finally:
         probe.unlink(missing_ok=True)
@@ -125,7 +125,7 @@ def _seconds_left(task: Task, step: int) -> float | None:
 
 
 def cancel_study(folder: str | os.PathLike[str], ray_address: str) -> list[str]:
-    """Stop a study's runs wherever they are, and whoever waits for them; what was stopped."""
+    """Stop a study's runs wherever they are, and whatever waits for them; returns what was stopped."""
     running = [run for run in study_status(folder).runs if run.state in ("running", "queued")]
     for home in homes(folder):
         files.own_folder(home / "queue")
@@ -170,9 +170,9 @@ def status_dict(status: StudyStatus) -> dict[str, Any]:
 
 
 def watch_status(folder: str, seconds: float) -> None:
-    """Print the status again and again until nothing is left to do."""
+    """Print the status repeatedly until nothing is left to do."""
     if not 0 < seconds < float("inf"):
-        raise HeadgateError(f"watch={seconds} is no number of seconds; give some above 0")
+        raise HeadgateError(f"watch={seconds} is not a number of seconds; it must be above 0")
     while True:
         status = study_status(folder)
         print_status(status)

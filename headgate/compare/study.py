@@ -50,8 +50,8 @@ def run_study(
     *,
     runner: RunsJobs | None = None,
 ) -> bool:
-    """Run the study that the arguments describe, or what is left of it, and write its results; whether every
-    run finished. `runner` trains in place of processes of this machine."""
+    """Run the study that the arguments describe, or what is left of it, and write its results; returns
+    whether every run finished. `runner` trains instead of processes on this machine."""
     base = config.override(named_config(options.recipe), overrides)
     splits = [open_split(data, name) for name in ("train", "val")]
     variants = parse_variants(names, base.model)
@@ -74,7 +74,7 @@ def run_study(
     )
     check_fit(base, asked.data, *splits)
     if asked.tune:
-        draw_trials(parse_space(asked.space, base), (), asked.tune)  # what cannot be drawn is refused now
+        draw_trials(parse_space(asked.space, base), (), asked.tune)  # refuses now what cannot be drawn
     claims = None if options.claims is None else load_paper(options.claims)
     if claims is not None:
         check_variants(claims, base.model)
@@ -87,7 +87,7 @@ def run_study(
         _forecast(folder, asked, base, at_once)
         return True
     with files.locked(folder.path, "compared"), StudyProgress() as progress:
-        executor = make_executor(folder.path, at_once, engine)  # one that is not there leaves nothing behind
+        executor = make_executor(folder.path, at_once, engine)  # a missing engine leaves nothing behind
         study = folder.take(asked, base)
         if claims is not None:
             config.save(claims, folder.claims_path, seal=True)
@@ -115,7 +115,7 @@ def run_study(
 
 
 def _forecast(folder: StudyFolder, study: Study, base: Config, at_once: int) -> None:
-    """Print what the study will take, by the speed of its own past runs or of a few steps taken now."""
+    """Print what the study will take, from the speed of its own past runs or of a few steps taken now."""
     seconds, source = past_speeds(folder, study, base), "this study's finished runs"
     if any(variant.label not in seconds for variant in study.variants):
         configs = {variant.label: variant.config(base) for variant in study.variants}
@@ -127,7 +127,7 @@ def _forecast(folder: StudyFolder, study: Study, base: Config, at_once: int) -> 
 
 @dataclass
 class Phases:
-    """The phases of a study, in the order they are carried out."""
+    """The phases of a study, in the order in which they are carried out."""
 
     folder: StudyFolder
     study: Study
@@ -136,7 +136,7 @@ class Phases:
     progress: StudyProgress
 
     def share_out_seconds(self) -> None:
-        """Give each variant as many steps as fit into the time of the baseline's."""
+        """Give each variant as many steps as fit into the baseline's time."""
         baseline, base = self.study.variants[0], self.base
         missing = [variant for variant in self.study.variants if variant.label not in self.study.steps]
         if not missing:
@@ -151,7 +151,7 @@ class Phases:
         self._note(replace(self.study, steps=steps))
 
     def controls(self) -> list[Job]:
-        """The controls and the baseline first: whether a study can tell is known early."""
+        """The controls and the baseline come first, so that it is known early whether the study can tell."""
         controls = [variant for variant in self.study.variants if variant.control]
         if not controls or not self.study.published:
             return []
@@ -162,7 +162,7 @@ class Phases:
         return self.runner.run(jobs, self.progress)
 
     def tune(self) -> Winners:
-        """The same trials for every variant; by label, the one that won."""
+        """The same trials for every variant; returns the winner of each, by label."""
         self.progress.phase("tuning")
         tuned = Tuner(self.folder, self.study, self.base, self.runner, self.progress).tune()
         return {label: one.winner for label, one in tuned.items()}
@@ -185,7 +185,7 @@ class Phases:
         return failed
 
     def ladder(self) -> list[Job]:
-        """Other budgets, at the settings that are judged."""
+        """Train at other budgets, with the settings that are judged."""
         if not self.study.ladder:
             return []
         self.progress.phase("ladder")
@@ -201,7 +201,7 @@ class Phases:
         self.folder.write(study, self.base)
 
     def costs(self, at_once: int) -> None:
-        """Speed, memory and decoding of the variants, and what skipping nearly closed gates saves."""
+        """Measure speed, memory and decoding of the variants, and what skipping nearly closed gates saves."""
         self.progress.phase("costs")
         before = self.folder.read_costs()
         known = {cost.label for cost in before.costs} if before else set()
@@ -219,7 +219,7 @@ class Phases:
         self._skipping()
 
     def _skipping(self) -> None:
-        """What skipping nearly closed gates saves and costs, for mechanisms that learn theirs."""
+        """What skipping nearly closed gates saves and costs, for mechanisms that learn their gates."""
         path = self.folder.path / "skipping.json"
         by_label = {} if files.is_missing(path) else files.read_sealed(path)
         for label, run in self._first_runs().items():
@@ -237,7 +237,7 @@ class Phases:
             files.write_sealed(path, by_label)
 
     def gates(self) -> None:
-        """The gates of each variant's first finished run on the beginning of the validation split."""
+        """The gates of each variant's first finished run on the start of the validation split."""
         self.progress.now("reading the gates on a passage of held-out text")
         gates = gates_on_passage(self._first_runs(), self.study.data.folder, self.base.train.context)
         text = json.dumps(files.sealed(gates), separators=(",", ":"))

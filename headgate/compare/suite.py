@@ -5,12 +5,12 @@ A folder for each task holds its data, its config, and its runs:
 plan.json              what is compared: tasks, variants, learning rates, seeds
 TASK/data/             the task, prepared
 TASK/config.json       the recipe that all variants share
-TASK/tuning/V/R/seed-N runs at each learning rate, with seeds that judge nothing
+TASK/tuning/V/R/seed-N runs at each learning rate, with seeds that are not judged
 TASK/runs/V/seed-N     runs at the best of them, with fresh seeds, judged on the test split
 TASK/logs/ queue/ leases/
 suite.json             all of it in numbers; suite.md as tables; suite.html as a page
 
-The same command resumes what was interrupted, and more names or seeds extend it.
+The same command resumes what was interrupted; more names or seeds extend it.
 """
 
 import json
@@ -40,9 +40,9 @@ from headgate.train.folder import last_step
 
 RECIPE = "task"
 EVALUATIONS = 20
-"""Of a run: how finely the moment is known at which it solves its task."""
+"""Evaluations per run: how finely the moment is known at which it solves its task."""
 EVALUATED, HELD_OUT = 96, 256
-"""Samples judged on the way, and at the end."""
+"""Samples evaluated during training, and at the end."""
 
 
 def run_suite(
@@ -52,7 +52,7 @@ def run_suite(
     options: SuiteOptions | None = None,
     engine: EngineOptions = EngineOptions(),  # noqa: B008 - frozen
 ) -> bool:
-    """Run the suite, or what is left of it, and write its results; whether every run finished."""
+    """Run the suite, or what is left of it, and write its results; returns whether every run finished."""
     options = options or SuiteOptions()
     tasks = suite_tasks(options, overrides)
     asked = SuitePlan(
@@ -69,7 +69,7 @@ def run_suite(
     complete = True
     with files.locked(folder, "used by a suite"), StudyProgress() as progress:
         at_once = options.jobs or cores()
-        # Before anything is written: an engine that is not there leaves nothing behind.
+        # Before anything is written: a missing engine leaves nothing behind.
         executors = {name: make_executor(folder / name, at_once, engine) for name in tasks}
         plan = _take(folder, asked)
         for name, (source, settings) in tasks.items():
@@ -89,7 +89,7 @@ def run_suite(
 
 
 def suite_tasks(options: SuiteOptions, overrides: Sequence[str]) -> dict[str, tuple[str, Config]]:
-    """By the name of its folder, each task with as many samples as its training takes, and its settings."""
+    """Each task with as many samples as its training takes, and its settings, by the name of its folder."""
     found: dict[str, tuple[str, Config]] = {}
     for word in _task_words(options):
         name, _, given = word.partition(":")
@@ -124,7 +124,7 @@ def _written(options: Mapping[str, object]) -> str:
 
 
 def task_config(task: SyntheticTask) -> Config:
-    """The suite's recipe cut to a task."""
+    """The suite's recipe, fitted to a task."""
     base, size = get_recipe(RECIPE), task.suite
     train = replace(
         base.train,
@@ -141,7 +141,7 @@ def task_config(task: SyntheticTask) -> Config:
 def _train(
     home: Path, runs: Sequence[SuiteRun], settings: Config, executor: Executor, progress: StudyProgress
 ) -> bool:
-    """Train what is not finished; a run that fails does not stop the others. Whether all finished."""
+    """Train what is not finished; a run that fails does not stop the others. Returns whether all finished."""
     if not runs:
         return True
     waiting = {run.log.stem: run for run in runs if not run.finished}
@@ -185,11 +185,11 @@ def _refuse_strangers(folder: Path) -> None:
         not folder.is_dir() or any(child.name != ".lock" for child in folder.iterdir())
     )
     if taken and not (folder / "plan.json").is_file():
-        raise HeadgateError(f"{str(folder)!r} is taken and holds no plan.json; choose another folder")
+        raise HeadgateError(f"{str(folder)!r} is in use but has no plan.json; choose another folder")
 
 
 def _take(folder: Path, asked: SuitePlan) -> SuitePlan:
-    """Make the folder this suite's, or extend the one that it holds by tasks, variants and seeds."""
+    """Claim the folder for this suite, or extend the suite that it holds with tasks, variants and seeds."""
     if not (folder / "plan.json").is_file():
         config.save(asked, folder / "plan.json", seal=True)
         return asked

@@ -46,7 +46,7 @@ def write_suite(out: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def suite_results(out: str | os.PathLike[str]) -> dict[str, Any]:
-    """Tasks that are not prepared yet are left out."""
+    """Leaves out tasks that are not prepared yet."""
     folder = Path(out)
     plan = read_plan(folder)
     tasks = []
@@ -85,7 +85,7 @@ def suite_results(out: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_judged(home: Path) -> dict[str, Any]:
-    """By place, what each judged run of a task reached on the test split."""
+    """What each judged run of a task reached on the test split, by place."""
     path = home / JUDGED
     return {} if files.is_missing(path) else files.read_sealed(path, always=True)
 
@@ -149,8 +149,8 @@ def _judged_run(run: SuiteRun, record: TaskRecord, judged: Mapping[str, Any] | N
 
 
 def tokens_to_solve(solved: Sequence[int | None]) -> dict[str, Any]:
-    """The median over runs, of which those that never solved the task count as longer than any other; None
-    if that is the median itself."""
+    """The median over runs, where those that never solved the task count as longer than any other; None if
+    the median itself never did."""
     times = sorted(math.inf if tokens is None else tokens for tokens in solved)
     middle = median(times) if times else math.inf
     reached = sum(tokens is not None for tokens in solved)
@@ -158,7 +158,7 @@ def tokens_to_solve(solved: Sequence[int | None]) -> dict[str, Any]:
 
 
 def _mean_by(answers: Sequence[Mapping[str, Any]], key: str, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Accuracy over the seeds, in each bin; all runs are judged on the same answers."""
+    """Accuracy over the seeds in each bin; all runs are judged on the same answers."""
     rows = []
     for bins in zip(*(each[key] for each in answers), strict=True):
         shares = statistics.interval([place["accuracy"] for place in bins])
@@ -169,7 +169,7 @@ def _mean_by(answers: Sequence[Mapping[str, Any]], key: str, names: Sequence[str
 
 def _overall(variant: Variant, number: int, tasks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """A variant over all tasks: its mean score if it has one for each, and its speed relative to the first
-    variant's, the median over the tasks."""
+    variant, the median over the tasks."""
     rows = [task["variants"][number] for task in tasks]
     scores = [row["score"]["mean"] for row in rows]
     speeds = [
@@ -213,11 +213,11 @@ def suite_markdown(results: Mapping[str, Any]) -> str:
         "The share of the way from chance (0) to the optimum (1): mean over the seeds ± half its 95% "
         f"interval. Each variant at its best of the learning rates {rates} (tuning seeds: "
         f"{results['tuning_seeds']}), judged on fresh seeds ({results['seeds']}) and the test split. Speed: "
-        "tokens a second of the runs, which share the machine, relative to the first row's.\n",
+        "tokens per second of the runs, which share the machine, relative to the first row.\n",
         _table(["", *names, "mean", "speed"], scores),
         "\n# Tokens to solve\n",
         f"Until a score of {results['solved_at']} on the validation split, in thousands; the median over the "
-        "seeds. With > where it was not reached within the run.\n",
+        "seeds. > means that it was not reached within the run.\n",
         _table(["", *names], solved),
     ]
     for key, what in (("by_pairs", "pairs"), ("by_distance", "distance")):

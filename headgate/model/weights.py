@@ -1,4 +1,4 @@
-"""The tensors of a folder as Hugging Face lays it out, whole or in shards, and our config beside them."""
+"""The tensors of a folder in Hugging Face's layout, whole or in shards, and our config beside them."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +16,7 @@ INDEX = "model.safetensors.index.json"
 MODEL_TYPE = "headgate"
 """What transformers calls our models; `headgate.model.hf` registers them."""
 PREFIX = "decoder."
-"""What the names of our tensors begin with when transformers has saved them."""
+"""The prefix of our tensors' names when transformers has saved them."""
 
 
 class Weights:
@@ -49,7 +49,7 @@ class Weights:
         pickled = sorted(path.name for end in ("bin", "pt", "pth") for path in folder.glob(f"*.{end}"))
         if pickled:
             raise HeadgateError(
-                f"{str(folder)!r} has its weights as pickle alone ({pickled[0]}), which can run code when "
+                f"{str(folder)!r} has its weights only as pickle ({pickled[0]}), which can run code when "
                 "it is opened; save it as safetensors first"
             )
         raise HeadgateError(f"{str(folder)!r} has no weights; expected model.safetensors or {INDEX}")
@@ -69,7 +69,7 @@ class Weights:
 
 
 def settings_config(settings: Mapping[str, Any], where: str) -> ModelConfig:
-    """The decoder's config among the settings of a config.json; `where` is that file, for errors."""
+    """The decoder's config from the settings in a config.json; `where` is that file, for errors."""
     known = set(ModelConfig.__dataclass_fields__)
     return from_dict(ModelConfig, {k: v for k, v in settings.items() if k in known}, where=where)
 

@@ -1,11 +1,12 @@
 """Span and block-selected attention through PyTorch's FlexAttention, for GPUs.
 
-What a query sees is said twice: pair by pair, and block by block from the same bounds, so that FlexAttention
-skips the blocks nobody sees and asks for no pair in those that are seen whole. Masks of spans are kept.
+What a query sees is stated twice: pair by pair, and block by block from the same bounds, so that
+FlexAttention skips blocks that nothing sees and checks no pairs in blocks seen whole. Masks of spans are
+kept.
 
-Only a bias per key takes a score function. A ring is a second attention over the ring's keys, merged by the
+Only a bias per key needs a score function. A ring is a second attention over the ring's keys, merged by the
 log-sum-exps: FlexAttention adds the gradient of a captured log-weight pair by pair with atomics, which is
-slow and does not repeat. Its gradients were NaN where a score function met a length that is no multiple of
+slow and does not repeat. Its gradients were NaN where a score function met a length that is not a multiple of
 128 (pytorch issue 153799), so with a bias to be differentiated lengths are padded.
 
 Shapes: q (B,H,Tq,D); k, v (B,G,Tk,D). Here all positions count from the first key given, so `start` is 0.
@@ -30,7 +31,7 @@ from headgate.ops.merge import merged
 from headgate.ops.span.options import Span
 
 BLOCK = 128
-"""Queries and keys of a block of the mask: FlexAttention's default, which its tiles divide."""
+"""Queries and keys in a block of the mask: FlexAttention's default, which its tiles divide."""
 LEAST_WIDTH = 16
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DEVICES = ("cuda",)
@@ -57,13 +58,13 @@ def refuse(q: Tensor, *tensors: Any, **options: Any) -> str | None:
 def _is_forced_eager() -> bool:
     if torch.compiler.is_compiling():
         return False
-    compiler = sys.modules.get("torch._dynamo.eval_frame")  # before it is imported nobody has set it
+    compiler = sys.modules.get("torch._dynamo.eval_frame")  # nobody can have set it before it is imported
     return compiler is not None and compiler._stance.stance == "force_eager"
 
 
 @dataclass(frozen=True)
 class SeenPairs:
-    """The pairs at a distance from `nearest` to `farthest`, and those before `dense_prefix` or of
+    """The pairs at a distance from `nearest` to `farthest`, and those in `dense_prefix` or
     `pinned`."""
 
     queries: int
@@ -74,7 +75,7 @@ class SeenPairs:
     pinned: int = 0
 
     def pairs(self, device: torch.device, first_keys: Tensor | None = None) -> Mask:
-        """Bounds stand in tensors: as numbers they would compile anew with every length. The dense prefix and
+        """Bounds are in tensors: as numbers they would compile anew with every length. The dense prefix and
         the pinned keys count from `first_keys` (B,Tq), where the queries' documents begin."""
         offset, nearest, farthest, prefix, first = (
             torch.full((), value, dtype=torch.int32, device=device)
@@ -117,7 +118,7 @@ class SeenPairs:
         return some & (high_j >= earliest), every & (low_j >= latest)
 
     def blocks(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Of every block of pairs, (query blocks, key blocks): whether any is seen, and whether all are.
+        """For every block of pairs (query blocks, key blocks): whether any is seen, and whether all are.
 
         A block that reaches beyond the last query or key is not seen whole.
         """
@@ -130,7 +131,7 @@ class SeenPairs:
         near = reach & (low_i - high_j <= self.farthest)
         in_prefix = (low_i < prefix) & (high_i.clamp(max=prefix - 1) - low_j >= self.nearest)
         some = near | in_prefix | (reach & (low_j < first))
-        # The pair that is hidden if any is: the last query, and the first key that is no global token.
+        # The pair that is hidden if any is: the last query, and the first key that is not pinned.
         too_far = (high_i >= prefix) & (high_j >= first) & (high_i - low_j.clamp(min=first) > self.farthest)
         return some, whole & (low_i - high_j >= self.nearest) & ~too_far
 
@@ -153,7 +154,7 @@ def span_attention(
     key_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     if key_bias is not None and torch.is_grad_enabled() and k.shape[2] % BLOCK:
-        # What is appended lies behind every query that counts.
+        # What is appended comes after every query that counts.
         more, queries = -k.shape[2] % BLOCK, q.shape[2]
         q, k, v = (F.pad(t, (0, 0, 0, more)) for t in (q, k, v))
         if span.first_keys is not None:
@@ -184,7 +185,7 @@ def block_selected_attention(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, bl
 
 
 def selected_mask(q: Tensor, k: Tensor, chosen: Tensor, block: int) -> BlockMask:
-    """Built from the choices alone: each marks the blocks of the mask that its keys lie in."""
+    """Built from the choices alone: each marks the blocks of the mask that its keys are in."""
     (batch, heads, queries, _), keys = chosen.shape, k.shape[2]
     chosen = chosen.to(torch.int32)
     slots = chosen.unbind(-1)
@@ -200,7 +201,7 @@ def selected_mask(q: Tensor, k: Tensor, chosen: Tensor, block: int) -> BlockMask
     rows, columns = -(-queries // BLOCK), -(-keys // BLOCK)
     i = torch.arange(keys - queries, keys, device=q.device, dtype=torch.int32)[:, None]
     marked = torch.cat([chosen, (i // block).expand(batch, heads, -1, 1)], -1)  # (B,H,Tq,S+1)
-    # One column more takes what marks nothing.
+    # One extra column takes what marks nothing.
     some = torch.zeros(batch, heads, rows, columns + 1, dtype=torch.bool, device=q.device)
     for piece in range(-(-block // BLOCK) + 1):
         column = marked * block // BLOCK + piece
@@ -212,8 +213,8 @@ def selected_mask(q: Tensor, k: Tensor, chosen: Tensor, block: int) -> BlockMask
 
 
 class KeyBias:
-    """A bias per key (B,H,Tk), of which only the difference to that of the query's own key enters a score: a
-    running sum may then be large."""
+    """A bias per key (B,H,Tk), of which only the difference to the query's own key enters a score, so that a
+    running sum may be large."""
 
     def __init__(self, bias: Tensor, offset: int) -> None:
         self.bias = bias.to(torch.promote_types(bias.dtype, torch.float32))
@@ -231,7 +232,7 @@ class KeyBias:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, bias: KeyBias | None = None
 ) -> tuple[Tensor, Tensor]:
-    # Inside somebody's torch.compile the call is traced with the rest; outside, FlexAttention by itself would
+    # Inside a caller's torch.compile the call is traced with the rest; outside, FlexAttention by itself would
     # compute all pairs.
     attend = flex_attention if torch.compiler.is_compiling() else _compiled()
     out, extra = attend(
@@ -248,8 +249,8 @@ def _attend(
 
 
 def _kernel_options(q: Tensor, k: Tensor) -> dict[str, Any] | None:
-    """FlexAttention's kernel for few queries holds all those of a key head in one tile, and has none of more
-    than a block of the mask; PyTorch 2.13 takes it nevertheless, and then has nothing to compile."""
+    """FlexAttention's kernel for few queries holds all of a key head's queries in one tile, and has none for
+    more than a block of the mask; PyTorch 2.13 chooses it nevertheless, and then has nothing to compile."""
     rows = (1 << (q.shape[2] - 1).bit_length()) * (q.shape[1] // k.shape[1])
     return {"FORCE_USE_FLEX_ATTENTION": True} if q.shape[2] < BLOCK < rows else None
 
@@ -273,7 +274,7 @@ def _mask_of(q: Tensor, seen: SeenPairs, first_keys: Tensor | None = None) -> Bl
 
 
 _masks_of_batches: MutableMapping[Tensor, dict[SeenPairs, BlockMask]] = WeakIdKeyDictionary()
-"""Of the documents of batches that are still in use."""
+"""For the documents of batches that are still in use."""
 
 
 @lru_cache(maxsize=64)
@@ -308,6 +309,6 @@ def _block_mask(some: Tensor, every: Tensor | None, pairs: Mask, queries: int, k
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of each row are marked, and their columns, these first and in order."""
+    """How many blocks of each row are marked, and their columns, marked ones first and in order."""
     order = (~blocks).to(torch.int32).argsort(dim=-1, stable=True)
     return blocks.sum(-1, dtype=torch.int32), order.to(torch.int32).contiguous()

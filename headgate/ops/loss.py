@@ -1,8 +1,8 @@
-"""The cross-entropy behind a linear head, in chunks of rows: the logits of a whole batch are never held.
+"""The cross-entropy after a linear head, in chunks of rows: the logits of a whole batch are never held.
 
-In fp32 it is PyTorch's own chunked op. Autocast does not touch that one, and given half precision it rounds
-the loss and the sum of the weight's gradient to it. So under autocast the products here are in half
-precision, and everything that is summed over rows or the vocabulary is in fp32.
+In fp32 it is PyTorch's own chunked op. Autocast does not touch that op, which in half precision rounds the
+loss and the sum of the weight's gradient. So under autocast the products here are in half precision, and
+everything that is summed over rows or the vocabulary is in fp32.
 
 Shapes: x (N,C), weight (V,C), targets (N).
 """
@@ -35,7 +35,7 @@ def linear_cross_entropy(
     rows = min(rows_at_once(weight.shape[0], x.device), x.shape[0])
     dtype = product_dtype(x)
     if dtype not in (torch.bfloat16, torch.float16):
-        compiling = torch.compiler.is_compiling()  # without it PyTorch would warn, and so break the graph
+        compiling = torch.compiler.is_compiling()  # otherwise PyTorch would warn, and so break the graph
         options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=rows, allow_retain_graph=compiling)
         return F.linear_cross_entropy(
             x, weight, targets, ignore_index=IGNORED, reduction=reduction, options=options
@@ -53,7 +53,7 @@ def linear_cross_entropy(
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """What a linear layer would multiply x in."""
+    """The dtype in which a linear layer would multiply x."""
     kind = x.device.type
     if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(kind)
@@ -65,7 +65,7 @@ def _each(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 class _SummedLoss(torch.autograd.Function):
-    """The gradients come with the loss, which needs the logits only once."""
+    """The gradients come with the loss, so the logits are needed only once."""
 
     @staticmethod
     def forward(

@@ -1,6 +1,6 @@
-"""The devices that `headgate plan` knows, by the makers' datasheets, and this machine by measurement.
+"""The devices that `headgate plan` knows, from the makers' datasheets, and this machine by measurement.
 
-Tensor figures are of dense products in bf16 with fp32 accumulation; vector figures are of plain fp32.
+Tensor figures are for dense products in bf16 with fp32 accumulation; vector figures are for plain fp32.
 """
 
 import time
@@ -46,11 +46,11 @@ class Device:
     bf16: float
     """FLOP/s of matrix products."""
     fp32: float
-    """FLOP/s of matrix products in fp32 as PyTorch does them unless told otherwise: without tensor cores."""
+    """FLOP/s of matrix products in fp32 as PyTorch does them by default: without tensor cores."""
     bandwidth: float
-    """Bytes a second from and to its memory."""
+    """Bytes per second to and from its memory."""
     link: float
-    """Bytes a second, in each direction, to the other devices of a machine."""
+    """Bytes per second, in each direction, to the other devices of a machine."""
     source: str
     """Where the figures come from."""
 
@@ -116,7 +116,7 @@ CPU = "cpu"
 
 
 def find_device(name: str) -> Device:
-    """By name, however it is spelt: RTX 4090, rtx-4090, rtx4090; cpu is this machine, measured now."""
+    """A device by name, however spelt: RTX 4090, rtx-4090, rtx4090; cpu is this machine, measured now."""
     plain = _plain(name)
     if plain == CPU:
         return measured()
@@ -155,7 +155,7 @@ def fastest(run: Callable[[], object], *, seconds: float = 0.03) -> float:
 
 
 def timed(run: Callable[[], object], *, seconds: float = 0.03, least: int = 3) -> list[float]:
-    """Seconds of each of several runs, after one unmeasured; about so long together."""
+    """Seconds of each of several runs, after one untimed run; together they take about `seconds`."""
     run()
     times: list[float] = []
     while len(times) < least or sum(times) < seconds:

@@ -1,8 +1,8 @@
-"""What a training run will take, before it is started: work, memory by part, what fits, time, cost.
+"""What a training run will take, before it starts: work, memory by part, what fits, time, cost.
 
-Memory is followed through the real code (`dryrun`), work is counted as a run's summary counts it, and time is
-a range. On a GPU it follows from the datasheet and the shares of it that training reaches, at best and at
-worst; for the CPU, pieces of the very model are timed on the spot (`cpu_timing`).
+Memory is traced through the real code (`memory_trace`), work is counted as a run's summary counts it, and
+time is a range. On a GPU it follows from the datasheet and the shares of it that training reaches, at best
+and at worst; on the CPU, parts of the model itself are timed on the spot (`cpu_timing`).
 """
 
 import math
@@ -22,13 +22,14 @@ from headgate.plan.memory_trace import Ledger, Memory, Pass, Passes, Sizes, blan
 from headgate.train.summary import flops_per_token, mechanisms_of, pairs_per_token
 
 USABLE = 0.9
-"""The share of a device's memory that a plan fills: the rest is the program's and lost between tensors."""
+"""The share of a device's memory that a plan fills: the rest goes to the program and to gaps between
+tensors."""
 PRODUCTS = (0.7, 0.4)
 """The share of a GPU's peak that large matrix products reach in training, at best and at worst."""
 ATTENTION = (0.6, 0.25)
-"""The same of attention's products, which have a softmax in between."""
+"""The same for attention's products, which have a softmax in between."""
 VECTOR = (0.5, 0.2)
-"""The same, of the fp32 peak, of what a mechanism does to each pair besides."""
+"""The same, of the fp32 peak, for whatever else a mechanism does to each pair."""
 MOVED = (0.4, 1.1)
 """Bytes moved as a multiple of what the ops of the plain code move: at best most passes are fused."""
 BACKWARD = 2.5
@@ -37,12 +38,12 @@ BACKWARD = 2.5
 
 @dataclass(frozen=True)
 class Fit:
-    """A way to run a step: its sequences on a device at once, and what that needs."""
+    """A way to run a step: how many sequences are on a device at once, and what that needs."""
 
     recompute: bool
     shard: bool
     sequences: int
-    """Of one pass on one device."""
+    """For one pass on one device."""
     accumulation: int
     memory: Memory
     fits: bool
@@ -62,21 +63,21 @@ class Plan:
     parameters: int
     mechanism_parameters: int
     flops: dict[str, float]
-    """Of a step on all devices, forward and backward: linear, attention, total."""
+    """For a step on all devices, forward and backward: linear, attention, total."""
     bytes_moved: float
-    """By the ops of a step on all devices, each reading and writing by itself."""
+    """By the ops of a step on all devices, counted op by op."""
     asked: Fit
     """The recipe's own batch, without recomputation or sharding."""
     ways: tuple[Fit, ...]
-    """For each choice of options the largest number of sequences that fits; one sequence if none does."""
+    """For each choice of options, the largest number of sequences that fits; one sequence if none does."""
     cache: float
-    """Bytes that one sequence of this context leaves to be kept in decoding, in fp32."""
+    """Bytes that must be kept to decode after one sequence of this context, in fp32."""
     price: float | None
-    """Of one device for an hour, as the user gave it."""
+    """Price of one device per hour, as the user gave it."""
 
     @property
     def best(self) -> Fit | None:
-        """The fastest way that fits; of those whose times cannot be told apart, the first."""
+        """The fastest way that fits; the first of those whose times cannot be told apart."""
         fitting = [way for way in (self.asked, *self.ways) if way.fits]
         least = min((way.seconds.expected for way in fitting), default=0.0)
         return next((way for way in fitting if way.seconds.expected <= 1.05 * least), None)
@@ -126,8 +127,8 @@ def make_plan(
     all_ways: bool = True,
     split: Split | None = None,
 ) -> Plan:
-    """Without all ways, others are only looked for when what is asked for does not fit. Where documents are
-    masked, attention's work is that of the documents of `split`, or without one of whole contexts."""
+    """Without all ways, others are tried only if what is asked for does not fit. Where documents are masked,
+    attention's work is that of the documents of `split`, or of whole contexts without one."""
     return Planner(config, device, count, price, split).plan(all_ways=all_ways)
 
 
@@ -143,14 +144,14 @@ class Planner:
         if count < 1:
             raise HeadgateError(f"count={count} is too small; it must be at least 1")
         if price is not None and not 0 <= price < float("inf"):
-            raise HeadgateError(f"price={price} is no price; give that of one device for an hour")
+            raise HeadgateError(f"price={price} is not a price; give that of one device per hour")
         if device.name == CPU and count > 1:
             raise HeadgateError(f"count={count} of this machine cannot be measured; plan for one")
         train = config.train
         self.total = train.batch_size * train.accumulation
         if self.total % count:
             raise HeadgateError(
-                f"a step of {self.total} sequences cannot be shared out evenly over {count} devices; "
+                f"a step of {self.total} sequences cannot be shared evenly among {count} devices; "
                 "choose a count that divides it, or another train.batch_size"
             )
         self.config, self.device, self.count, self.price = config, device, count, price
@@ -164,9 +165,9 @@ class Planner:
             pairs_per_token(m, train.context, self.documents) * train.context * m.pair_operations()
             for m in gated
         )
-        """Operations on pairs beside attention's own, of a head and sequence."""
+        """Operations on pairs besides attention's own, per head and sequence."""
         self.share = self.total // count
-        """Sequences of a step on one device."""
+        """Sequences in a step on one device."""
         self.passes = {
             recompute: Passes(config.model, train.precision, train.context, recompute=recompute)
             for recompute in (False, True)
@@ -207,7 +208,8 @@ class Planner:
         return self._found[key]
 
     def memory(self, sequences: int, *, recompute: bool, shard: bool) -> Memory:
-        # DDP keeps the gradients in buckets all the time; sharded ones, and those of one pass, come and go.
+        # DDP keeps the gradients in buckets all the time; sharded ones, and those of a single pass, come and
+        # go.
         accumulated = sequences < self.share or (self.count > 1 and not shard)
         run = self.run(sequences, recompute=recompute)
         return walk(run, self.sizes, accumulated=accumulated, shards=self.count if shard else 1)
@@ -225,7 +227,7 @@ class Planner:
         )
 
     def largest(self, *, recompute: bool, shard: bool) -> Fit:
-        """The way with the most sequences that fits."""
+        """The way that fits with the most sequences."""
         for sequences in range(self.share, 1, -1):
             if self.share % sequences == 0:
                 memory = self.memory(sequences, recompute=recompute, shard=shard)
@@ -234,7 +236,7 @@ class Planner:
         return self.way(1, recompute=recompute, shard=shard)
 
     def moved(self, run: Pass, sequences: int, *, shards: int) -> float:
-        """Bytes that the ops of a step move on one device; AdamW reads four numbers a weight and writes
+        """Bytes that the ops of a step move on one device; AdamW reads four numbers per weight and writes
         three."""
         rest, *layers = run.moved
         of_pass = rest + sum(layers[n % len(layers)] for n in range(self.sizes.depth))
@@ -247,7 +249,7 @@ class Planner:
         return Seconds(low, math.sqrt(low * high), high)
 
     def bound(self, end: int, sequences: int, *, recompute: bool, shard: bool) -> float:
-        """A GPU's seconds, at best (end 0), where movement hides behind arithmetic, and at worst (1)."""
+        """A GPU's seconds at best (end 0), where data movement hides behind arithmetic, and at worst (1)."""
         train, device, forward = self.config.train, self.device, self.forward
         tokens = self.share * train.context
         peak = device.bf16 if train.precision == "bf16" else device.fp32
@@ -261,7 +263,8 @@ class Planner:
         moving = MOVED[end] * self.moved(run, sequences, shards=shards) / device.bandwidth
         exchanged = 0.0
         if self.count > 1:
-            # All-reduce sends everything twice; sharded weights are gathered twice a pass, gradients sent on.
+            # All-reduce sends everything twice; sharded weights are gathered twice per pass, gradients sent
+            # once.
             rounds = 3 * (self.share // sequences) if shard else 2
             exchanged = rounds * 4 * self.sizes.total * (1 - 1 / self.count) / device.link
         arithmetic = products + attention + vector
@@ -272,7 +275,7 @@ class Planner:
         return cpu_timing.time_model(self.config, self.decoder, self.documents)
 
     def cache(self) -> float:
-        """Keys, values and what a mechanism keeps beside them, from the first key still needed."""
+        """Keys, values and what else a mechanism keeps, from the first key still needed."""
         model, context = self.config.model, self.config.train.context
         total = 0.0
         for mechanism in self.mechanisms[: len(self.sizes.layers)]:
@@ -293,7 +296,7 @@ def _named(forward: dict[str, float]) -> dict[str, float]:
 
 
 def with_batch(config: Config, *, context: int | None, batch: int | None) -> Config:
-    """The config with another context and number of sequences in a pass; as many tokens are trained on."""
+    """The config with another context and number of sequences per pass; it trains on as many tokens."""
     train = config.train
     context, batch = context or train.context, batch or train.batch_size
     steps = max(1, round(train.tokens / (batch * train.accumulation * context)))
@@ -310,7 +313,8 @@ def make_plans(
     price: float | None = None,
     split: Split | None = None,
 ) -> list[Plan]:
-    """A plan of each mechanism (a tuple of specs) at each context, with as many tokens a step throughout."""
+    """A plan for each mechanism (a tuple of specs) at each context, with as many tokens per step
+    throughout."""
     plans = []
     tokens = config.train.batch_size * config.train.context
     for context in contexts:

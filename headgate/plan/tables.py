@@ -1,4 +1,4 @@
-"""Plans as a person reads them: one in detail, or several beside one another."""
+"""Plans for people to read: one in detail, or several side by side."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -24,18 +24,18 @@ def print_plan(plan: Plan, label: str) -> None:
     train, device = plan.config.train, plan.device
     many = f"{plan.count} x {device.name}" if plan.count > 1 else device.name
     console.print(
-        f"{label}, {train.context:,} tokens, {train.batch_size} sequences a pass, {train.accumulation} "
-        f"pass{'es' * (train.accumulation > 1)} a step, {train.precision}; {many} ({device.source})",
+        f"{label}, {train.context:,} tokens, {train.batch_size} sequences per pass, {train.accumulation} "
+        f"pass{'es' * (train.accumulation > 1)} per step, {train.precision}; {many} ({device.source})",
         soft_wrap=True,
     )
     console.print(
         f"{plan.parameters:,} parameters, {plan.mechanism_parameters:,} of them the mechanism's; a step "
         f"takes {quantity(plan.flops['total'])}FLOP "
         f"({plan.flops['attention'] / plan.flops['total']:.0%} attention) and moves "
-        f"{quantity(plan.bytes_moved)}B; decoding keeps {quantity(plan.cache)}B a sequence",
+        f"{quantity(plan.bytes_moved)}B; decoding keeps {quantity(plan.cache)}B per sequence",
         soft_wrap=True,
     )
-    table = Table(title="peak memory of a device and seconds of a step", title_justify="left")
+    table = Table(title="peak memory per device and seconds per step", title_justify="left")
     for name in ("run with", "sequences x passes", *PARTS, "peak", "fits", "step"):
         table.add_column(name, justify="left" if name in ("run with", "fits") else "right")
     rows = [("as asked", plan.asked), *((way.options, way) for way in plan.ways if way != plan.asked)]
@@ -53,7 +53,7 @@ def print_plan(plan: Plan, label: str) -> None:
 
 
 def print_table(plans: Sequence[Plan], labels: Sequence[str]) -> None:
-    """`labels` has the mechanisms; the plans stand in their order, context after context."""
+    """`labels` are the mechanisms; the plans are in the same order, context after context."""
     console = table_console()
     device = plans[0].device
     table = Table(
@@ -63,7 +63,7 @@ def print_table(plans: Sequence[Plan], labels: Sequence[str]) -> None:
     for name in (
         "context",
         "mechanism",
-        "FLOP a step",
+        "FLOP per step",
         "run with",
         "peak",
         "step",
@@ -103,7 +103,7 @@ def verdict(plan: Plan) -> str:
         least = min(plan.ways, key=lambda way: way.memory.total)
         return (
             f"nothing fits: one sequence at a time needs {quantity(least.memory.total)}B with "
-            f"{least.options}, and {USABLE:.0%} of a device is {quantity(USABLE * plan.device.memory)}B; "
+            f"{least.options}, but {USABLE:.0%} of a device is {quantity(USABLE * plan.device.memory)}B; "
             "shorten the context, or plan for more or larger devices"
         )
     sentence = (
@@ -113,10 +113,10 @@ def verdict(plan: Plan) -> str:
     cost = plan.cost(way)
     if cost is not None:
         sentence += (
-            f" and cost {span(cost, lambda price: f'{price:,.0f}')} at your {plan.price:g} a device and hour"
+            f" and cost {span(cost, lambda price: f'{price:,.0f}')} at {plan.price:g} per device and hour"
         )
     elif plan.device.name != CPU:
-        sentence += "; --price tells the cost"
+        sentence += "; --price shows the cost"
     return sentence
 
 
@@ -157,7 +157,7 @@ def plan_words(
     data: str | None,
     as_json: bool,
 ) -> None:
-    """From the words of the command line to what it prints."""
+    """From command-line arguments to what is printed."""
     for name, value in (("context", context), ("batch", batch), ("threads", threads), ("count", count)):
         if value is not None and value < 1:
             raise HeadgateError(f"{name}={value} is too small; it must be at least 1")
@@ -167,15 +167,15 @@ def plan_words(
         raise HeadgateError("--contexts needs --table; add it, or give --context for one plan")
     if threads is not None:
         if device != "cpu":
-            raise HeadgateError(f"--threads {threads} is for the cpu, and --device is {device}; leave it out")
+            raise HeadgateError(f"--threads {threads} is for the cpu, but --device is {device}; leave it out")
         torch.set_num_threads(threads)
     asked = config.override(named_config(recipe), overrides)
     asked = with_batch(asked, context=context, batch=batch)
     split = None if data is None else open_split(data, "train", verify=False)
     if split is not None and asked.train.documents == "stream":
         raise HeadgateError(
-            "--data tells how long documents are, which train.documents=stream does not keep apart; leave it "
-            "out, or add train.documents=mask"
+            "--data shows how long documents are, but train.documents=stream does not keep them apart; leave "
+            "it out, or add train.documents=mask"
         )
     if table:
         names = [*filter(None, [mechanism]), *mechanisms] or on_shelf("papers")

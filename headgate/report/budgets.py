@@ -1,4 +1,4 @@
-"""Figures of what was spent: on tuning each variant, and on training the baseline at other budgets."""
+"""Figures about effort: tuning each variant, and training the baseline at other budgets."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -52,9 +52,9 @@ def tuning_figure(results: Mapping[str, Any], painter: Painter) -> PageFigure | 
             alt.X("trials:Q", title="trials", axis=alt.Axis(tickMinStep=1, format="d", tickCount=6)),
             ("loss", "expected best loss, first rung"),
             [VARIANT, ("trials", "trials", ",.0f"), ("loss", "expected best", ".4f")],
-            "The best loss to expect of so many trials taken at random, at the first rung. A line that still "
-            "falls on the right would gain from more trials; one that lies above another at every number of "
-            "trials does not lag for want of tuning.",
+            "The best loss to expect from this many trials taken at random, at the first rung. A line that "
+            "still falls on the right would gain from more trials; one that is above another at every number "
+            "of trials does not lag for lack of tuning.",
         )
     return PageFigure("tuning", "What tuning tried", views)
 
@@ -107,13 +107,13 @@ def _against(results: Mapping[str, Any], painter: Painter, setting: str) -> Figu
     if edges:
         caption += " Dashed: the edges of what was tried."
     if lost:
-        caption += f" Not drawn, since they failed or diverged: {lost}."
+        caption += f" Not drawn because they failed or diverged: {lost}."
     drawing = alt.layer(*(level(edge, "x") for edge in edges), points)
     return FigureView(finished(drawing, rows), columns, caption, key=True)
 
 
 def _edges(space: Sequence[str], setting: str) -> list[float]:
-    """The ends of what a setting was tried over; nothing if it was a list of values."""
+    """The ends of a setting's range; nothing if it had a list of values."""
     for one in space:
         name, _, values = one.partition("=")
         low, between, high = values.partition("..")
@@ -123,8 +123,8 @@ def _edges(space: Sequence[str], setting: str) -> list[float]:
 
 
 def _side_by_side(rows: Rows, labels: Sequence[str], edges: Sequence[float]) -> None:
-    """Give each row the place where it is drawn: its value, moved a little by variant so that none covers
-    another."""
+    """Give each row the place where it is drawn: its value, moved a little for each variant so that none
+    covers another."""
     values = [*edges, *(row["value"] for row in rows)]
     step = SIDEWAYS * math.log(max(values) / min(values)) / max(1, len(labels) - 1)
     for row in rows:
@@ -132,7 +132,7 @@ def _side_by_side(rows: Rows, labels: Sequence[str], edges: Sequence[float]) -> 
 
 
 def _of_recipe(config: Mapping[str, Any], setting: str) -> Any:
-    """The recipe's own value of a dotted setting, which the trial as published has."""
+    """The recipe's own value of a dotted setting, which the trial as published uses."""
     value: Any = config
     for name in setting.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
@@ -140,7 +140,7 @@ def _of_recipe(config: Mapping[str, Any], setting: str) -> Any:
 
 
 def ladder_figure(results: Mapping[str, Any], painter: Painter) -> PageFigure | None:
-    """What each variant is worth in the baseline's compute, and what that is read from."""
+    """What each variant is worth in the baseline's compute, and where that is read from."""
     if not results["ladder"]:
         return None
     views = {}
@@ -160,8 +160,8 @@ def ladder_figure(results: Mapping[str, Any], painter: Painter) -> PageFigure | 
             budget,
             ("mean", "validation loss"),
             [VARIANT, ("multiple", "budget", ".3~g"), ("mean", "loss", ".4f")],
-            f"What {results['baseline']} reaches with less training and with more, each with a schedule of "
-            "its own: the curve that compute is read from. Mean over the seeds.",
+            f"What {results['baseline']} reaches with less training and with more, each with its own "
+            "schedule: the curve that compute is read from. Mean over the seeds.",
         )
     trend = [
         {
@@ -249,8 +249,8 @@ def _worth_view(results: Mapping[str, Any], painter: Painter, rows: Rows, kind: 
     beyond = [v["label"] for v in results["variants"][1:] if v["price"] and v["price"]["beyond"]]
     caption = (
         f"A variant at 2× reaches what {results['baseline']} would need twice the compute for. Lines are 95% "
-        "intervals, not corrected for the number of variants; at the edge they go on. A filled mark is one "
-        "whose interval leaves 1 out."
+        "intervals, not corrected for the number of variants; at the edge they continue. A filled mark "
+        "is one whose interval excludes 1."
     )
     if kind == "time":
         caption += " At equal time: times the relative speed that was measured."

@@ -40,8 +40,8 @@
     if (printing.matches) spec.width = 640; // a sheet, whatever the window was
     document.getElementById("caption-" + name).textContent = view.caption;
     if (views.has(name)) views.get(name).finalize();
-    // Only errors are logged: a figure whose every variant is hidden is empty, which is no fault.
-    // Expressions are interpreted, not compiled, so that the page needs no right to make code.
+    // Only errors are logged: a figure whose variants are all hidden is empty, which is not an error.
+    // Expressions are interpreted, not compiled, so that the page needs no permission to run generated code.
     const result = await vegaEmbed(place, spec, { actions: false, ast: true, renderer: "svg", logLevel: 1, config: theme(), tooltip: { theme: isDark() ? "dark" : "light" } });
     views.set(name, result);
     hide(result.view);
@@ -89,7 +89,7 @@
     });
   }
   choose();
-  // What a link leads to stands below the line that stays in sight.
+  // A link's target is placed below the line that stays in view.
   const chooser = document.getElementById("variants");
   new ResizeObserver(() => {
     document.documentElement.style.scrollPaddingTop = chooser.querySelector("summary").offsetHeight + 12 + "px";

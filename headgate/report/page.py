@@ -50,7 +50,7 @@ def write_page(source: str | os.PathLike[str]) -> Path:
 
 
 def page(study: Mapping[str, Any], files: Sequence[str] = ("results.json",)) -> str:
-    """The page as text; `files` stand beside it."""
+    """The page as text; `files` are beside it."""
     made, variants = figures(study), study["variants"]
     first = next((name for name in ("tradeoff", "answers") if name in made), "differences")
     return render(
@@ -114,7 +114,7 @@ def groups(variants: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def result_table(study: Mapping[str, Any]) -> list[list[Any]]:
-    """What the table of every variant holds, unrounded, as rows of a CSV file."""
+    """The table of every variant, unrounded, as rows of a CSV file."""
     names = (
         "variant",
         "mechanism",
@@ -183,13 +183,13 @@ def _sections(study: Mapping[str, Any], made: Mapping[str, PageFigure], first: s
 
 
 def _extended_trials(study: Mapping[str, Any]) -> int:
-    """How many trials of each variant lie outside the space as it was asked for."""
+    """How many trials of each variant are outside the space as it was asked for."""
     variants = (study["tuning"] or {"variants": []})["variants"]
     return max((sum(trial["round"] > 0 for trial in one["trials"]) for one in variants), default=0)
 
 
 def _rests_on(study: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What stands beside the answer: what the study could have seen, and what it found without tuning."""
+    """What is shown beside the answer: what the study could have seen, and what it found without tuning."""
     untuned = published_sentence(study)
     beside = [] if untuned is None else [("The same without tuning", f"{untuned[0].upper()}{untuned[1:]}.")]
     return _could_see(study) + beside
@@ -212,19 +212,19 @@ def _could_see(study: Mapping[str, Any]) -> list[tuple[str, str]]:
         nats, share = halves[len(halves) // 2]
         about = f"±{nats:.3f} nats" + (f" ({share:.1%})" if share is not None and share <= 1 else "")
         found.append(
-            ("What it could see", f"Corrected intervals reach about {about}: what is smaller stays hidden.")
+            ("What it could see", f"Corrected intervals reach about {about}: anything smaller stays hidden.")
         )
     return found
 
 
 def _source(study: Mapping[str, Any]) -> str:
-    """Where the text came from, without the folders of the machine that it came from."""
+    """Where the text came from, without this machine's folders."""
     source = str((study["data"].get("request") or {}).get("source", ""))
     return source if "://" in source or source.count("/") < 2 else source.rsplit("/", 1)[1]
 
 
 def _crossovers(study: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Where each variant starts to be faster, in words; empty if only one length was measured."""
+    """Where each variant becomes faster, in words; empty if only one length was measured."""
     lengths = {cost["length"] for cost in (study["costs"] or {"costs": []})["costs"]}
     if len(lengths) < 2:
         return []

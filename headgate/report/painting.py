@@ -19,7 +19,7 @@ CROWD = 8
 """With more variants than this a figure draws no bands and leaves ablations to their own figure."""
 HEIGHT = 300
 ROW = 24
-"""Height of a row in a figure that has one for each variant."""
+"""Height of a row in a figure with one for each variant."""
 SHORT_NAME = 20
 """Letters of a name, at most, in a figure on a telephone."""
 ROWS = "rows"
@@ -36,7 +36,7 @@ class FigureView:
 
     spec: dict[str, Any]
     columns: Sequence[tuple[str, str, str]]
-    """Of the table behind it: field, title, and d3 format or nothing for text."""
+    """Columns of the table behind it: field, title, and d3 format, or nothing for text."""
     caption: str
     key: bool = False
     """Whether it takes a list of colours, dashes and shapes beside it to tell the variants apart."""
@@ -52,7 +52,7 @@ class PageFigure:
     name: str
     title: str
     views: Mapping[str, FigureView] = field(default_factory=dict)
-    """By name; the first is the one that is shown."""
+    """By name; the first is the one shown."""
 
 
 class Painter:
@@ -69,7 +69,7 @@ class Painter:
         self.colour = alt.Color("label:N", scale=self.scale, legend=None)
         self.dash = alt.StrokeDash("label:N", scale=scale([one.dash for one in of_variants]), legend=None)
         self.shape = alt.Shape("label:N", scale=scale([one.shape for one in of_variants]), legend=None)
-        # Filled where a difference is shown, or where nothing is asked about one.
+        # Filled where a difference is shown, or where none is in question.
         self.fill = alt.condition(
             "datum.shown === false", alt.value(PAPER), alt.Fill("label:N", scale=self.scale, legend=None)
         )
@@ -127,8 +127,8 @@ class Painter:
         format: str,
         domain: Sequence[float],
     ) -> FigureView:
-        """A row for each variant: `fields` are its mean and its interval as judged; the interval that is its
-        own alone has the same names with plain_ before them."""
+        """A row for each variant: `fields` are its mean and its interval as judged; its own uncorrected
+        interval has the same names with the prefix plain_."""
         chart, y = row_for_each(order)
         mean, low, high = fields
         axis = alt.Axis(format=format, tickCount=5, labelFlush=False, labelExpr=BARE_ZERO)
@@ -175,7 +175,7 @@ def finished(chart: Any, rows: Rows, height: int = HEIGHT) -> dict[str, Any]:
     sized = chart.properties(
         width="container", height=height, autosize={"type": "fit-x", "contains": "padding"}
     )
-    # A title that ends with its axis has the room below the labels of the other axis too.
+    # A title that ends with its axis can also use the room below the other axis's labels.
     spec: dict[str, Any] = sized.configure_axisX(titleAnchor="end").to_dict()
     spec["datasets"] = {**spec.get("datasets", {}), ROWS: rows}
     return spec
@@ -186,6 +186,6 @@ def picked(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
 
 
 def powers_of_two(low: float, high: float) -> list[int]:
-    """Ticks for a scale that doubles: every power of two within, or every other if they are many."""
+    """Ticks for a scale that doubles: every power of two in range, or every other if there are many."""
     found = [1 << n for n in range(40) if low <= 1 << n <= high]
     return found if len(found) <= 8 else found[:: -(-len(found) // 8)]

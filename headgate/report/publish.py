@@ -18,9 +18,9 @@ from headgate.report.reading import read_results
 
 WIDTH = 640
 LEGEND = {"title": None, "orient": "bottom", "symbolOpacity": 1, "symbolLimit": 0, "labelLimit": 0}
-"""Below the figure, never cut, however many variants a study has."""
+"""Below the figure, never cut off, however many variants a study has."""
 FONT = "Verdana, DejaVu Sans, sans-serif"
-"""Both equally wide, and the widest in use, so that a label never needs more room than it was given."""
+"""Equally wide, and the widest in use, so that a label never needs more room than it was given."""
 
 OF_A_RUN = ("seed", "state", "reason", "loss", "tokens", "bits_per_byte")
 """What a published run keeps."""
@@ -52,7 +52,7 @@ def publish_study(study: str | os.PathLike[str], folder: str | os.PathLike[str])
 
 
 def digest(results: Mapping[str, Any]) -> dict[str, Any]:
-    """The results without each run's curve and command, the gates, and the paths of this machine."""
+    """The results without each run's curve and command, the gates, and this machine's paths."""
     left_out = ("passage", "skipping", "documents", "note")
     kept = {key: value for key, value in results.items() if key not in left_out}
     if kept["commands"] is not None:

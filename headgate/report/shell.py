@@ -2,7 +2,7 @@
 
 Text goes through the template, which escapes it, or into JSON inside the page, where no character can end the
 script, and scripts insert it as text. So a label with markup in it shows as it was written. A page may run
-its own scripts but make none: Vega interprets its expressions.
+its own scripts but cannot create any: Vega interprets its expressions.
 """
 
 import json
@@ -32,8 +32,8 @@ from headgate.version import __version__
 def render(
     template: str, made: Mapping[str, PageFigure], first: str, data: Mapping[str, Any], **names: Any
 ) -> str:
-    """A page with these figures, of which one also stands as a picture that needs no script; `data` is what
-    page.js reads beside them."""
+    """A page with these figures, one of which is also a picture that needs no script; `data` is what page.js
+    also reads."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("headgate.report", "."),
         autoescape=jinja2.select_autoescape(default=True, disabled_extensions=("css", "js")),
@@ -91,9 +91,9 @@ def _rounded(value: Any) -> Any:
 def _still(figure: PageFigure) -> Markup:
     """The first view as a picture that needs no script."""
     drawing = standing_alone(next(iter(figure.views.values())).spec)
-    drawing["config"]["aria"] = False  # a description of each mark is of no use beside the caption
+    drawing["config"]["aria"] = False  # a description of each mark is useless beside the caption
     svg: str = vl_convert.vegalite_to_svg(drawing)
-    numbers: dict[str, str] = {}  # vl-convert counts on from one drawing to the next
+    numbers: dict[str, str] = {}  # vl-convert continues counting from one drawing to the next
     svg = re.sub(r"\bclip\d+", lambda found: numbers.setdefault(found[0], f"still{len(numbers)}"), svg)
     return Markup(svg)  # noqa: S704 - Vega escapes the texts in its drawings
 

@@ -122,7 +122,7 @@ def score_table(suite: Mapping[str, Any]) -> list[list[Any]]:
 
 
 def _order(variants: Sequence[Mapping[str, Any]]) -> list[int]:
-    """The baseline, then by mean score; last those that have none."""
+    """The baseline, then by mean score; those without one last."""
 
     def rank(n: int) -> tuple[bool, float]:
         mean = variants[n]["mean_score"]

@@ -51,7 +51,7 @@ def _blind_sentence(sight: Mapping[str, Any]) -> str:
 
 
 def published_sentence(results: Mapping[str, Any]) -> str | None:
-    """What a tuned study found of the variants as published; None if it did not judge them."""
+    """What a tuned study found about the variants as published; None if it did not judge them."""
     rows = [
         (v["label"], v["published"]["difference"])
         for v in results["variants"][1:]

@@ -1,4 +1,4 @@
-"""Numbers as the page writes them: a real minus sign, no sign before what rounds to nothing."""
+"""Numbers as the page writes them: a real minus sign, and no sign on what rounds to zero."""
 
 import re
 

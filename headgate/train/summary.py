@@ -1,4 +1,4 @@
-"""What a finished run says of itself: losses, speed, cost, and the circumstances they were measured in."""
+"""The summary of a finished run: losses, speed, cost, and the conditions they were measured under."""
 
 import platform
 from collections.abc import Mapping
@@ -30,8 +30,8 @@ def summarise(
     world: World,
     documents: DocumentLengths | None = None,
 ) -> dict[str, Any]:
-    """`last` and `best` are the lines of metrics.jsonl of the last and the best evaluation; `documents` how
-    long the pieces are that attention stays within, if documents are masked."""
+    """`last` and `best` are the metrics lines of the last and best evaluations; `documents` holds the lengths
+    of the pieces that attention stays within, if documents are masked."""
     context = config.train.context
     return {
         "steps": state.step,
@@ -76,8 +76,8 @@ def mechanisms_of(decoder: Decoder) -> list[Mechanism]:
 
 
 def pairs_per_token(mechanism: Mechanism, context: int, documents: DocumentLengths | None = None) -> float:
-    """Query-key pairs that a head evaluates for a token: the mean over a context, or over pieces of documents
-    of the lengths that there are. Between 64 lengths or so, which is exact enough, they are interpolated."""
+    """Query-key pairs that a head evaluates per token: the mean over a context, or over pieces of documents
+    of the given lengths. Computed at about 64 lengths, which is exact enough, and interpolated between."""
     if documents is None:
         return mechanism.pairs(context) / context
     known = documents.lengths
@@ -90,10 +90,10 @@ def pairs_per_token(mechanism: Mechanism, context: int, documents: DocumentLengt
 def flops_per_token(
     decoder: Decoder, context: int, documents: DocumentLengths | None = None
 ) -> dict[str, float]:
-    """Multiplications and additions of the forward pass, the mean over a context; training takes three times.
+    """Multiplications and additions of the forward pass, averaged over a context; training takes three times.
 
-    Two for each weight of a linear map, the output head among them, and four for each dimension of a head and
-    query-key pair. Norms, RoPE and what a mechanism does to a pair besides are left out.
+    Two for each weight of a linear map, including the output head, and four for each head dimension of each
+    query-key pair. Norms, RoPE and anything else a mechanism does to a pair are left out.
     """
     weights = sum(
         p.numel() for m in decoder.modules() if isinstance(m, nn.Linear) for p in m.parameters() if p.ndim > 1

@@ -158,11 +158,11 @@ def test_status_and_cancel(
     front = subprocess.Popen([sys.executable, "-m", "headgate", *words], stderr=subprocess.PIPE, text=True)
     wait_until(lambda: last_step(out / "runs/full/seed-0") >= 2, front)
     cli.run(["status", str(out), "--json"])
-    told = json.loads(capsys.readouterr().out)
-    assert told["counts"] == {"running": 1, "failed": 0, "stopped": 0, "queued": 3, "finished": 0}
-    (running,) = [run for run in told["runs"] if run["state"] == "running"]
+    result = json.loads(capsys.readouterr().out)
+    assert result["counts"] == {"running": 1, "failed": 0, "stopped": 0, "queued": 3, "finished": 0}
+    (running,) = [run for run in result["runs"] if run["state"] == "running"]
     assert (running["name"], running["engine"], running["end"]) == ("full, seed 0", "local", 100_000)
-    assert told["seconds_left"] > 0
+    assert result["seconds_left"] > 0
     cli.run(["cancel", str(out)])
     assert "stopping 4 runs" in capsys.readouterr().out
     assert front.wait(HANG) == 2
@@ -180,7 +180,7 @@ def test_an_engine_that_is_not_there_is_one_sentence(tmp_path: Path, monkeypatch
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(HeadgateError, match="--on ray needs Ray; install it with: pip install"):
         make_executor(tmp_path, 1, EngineOptions(on="ray"))
-    with pytest.raises(HeadgateError, match=r"--slurm 'time=5' is for --on slurm, and --on is local"):
+    with pytest.raises(HeadgateError, match=r"--slurm 'time=5' is for --on slurm, but --on is local"):
         EngineOptions(slurm="time=5")
     with pytest.raises(HeadgateError, match="has 'gpu' without a value"):
         EngineOptions(on="slurm", slurm="gpu")

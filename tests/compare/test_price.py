@@ -62,5 +62,5 @@ def test_ladders_are_written_as_multiples() -> None:
     assert parse_ladder("4,0.25") == (0.25, 1.0, 4.0)
     assert parse_ladder("") == ()
     for text in ("1,2", "a", "0,1,2", "-1,2,4", "1,2,inf"):
-        with pytest.raises(HeadgateError, match="is no ladder"):
+        with pytest.raises(HeadgateError, match="is not a ladder"):
             parse_ladder(text)

@@ -219,7 +219,7 @@ def test_a_crash_is_reported_and_the_rest_goes_on(data: Path, micro: Config, tmp
     assert [run["state"] for run in results["variants"][0]["runs"]] == ["finished", "finished"]
     assert [run["state"] for run in results["variants"][1]["runs"]] == ["finished", "failed"]
     reason = results["variants"][1]["runs"][1]["reason"]
-    assert "holds 'notes.txt' and no config.json" in reason
+    assert "holds 'notes.txt' but no config.json" in reason
     assert results["variants"][1]["difference"]["verdict"] == "not tested"
     assert "1 of 2 seeds failed" in (out / "results.md").read_text()
 
@@ -241,7 +241,7 @@ def test_a_study_is_not_mixed_with_another(study: Path, micro: Config, data: Pat
     with pytest.raises(HeadgateError, match="'dynamic-sparse' meaning"):
         run_study(["local@dynamic-sparse"], data, study, settings, options)
     (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(HeadgateError, match=r"is taken and holds no study\.json"):
+    with pytest.raises(HeadgateError, match=r"is in use but has no study\.json"):
         run_study(names, data, tmp_path, settings, options)
     with pytest.raises(HeadgateError, match=r"has no study\.json"):
         study_results(tmp_path)

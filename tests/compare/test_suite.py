@@ -78,7 +78,7 @@ def test_it_resumes_without_training_anew(suite: Path) -> None:
     [
         ({"rates": "0.01"}, r"rates=\(0.01, 0.02\) and not \(0.01,\)"),
         ({"tasks": TASK.replace("keys=6", "keys=7") + " " + TASK}, None),
-        ({"rates": "fast"}, "rates='fast' are not different numbers above 0"),
+        ({"rates": "fast"}, "rates='fast' must be different numbers above 0"),
         ({"tasks": "mkar"}, "unknown task 'mkar'; did you mean 'mqar'?"),
         ({"tasks": f"{TASK} {TASK}"}, "is named twice"),
     ],

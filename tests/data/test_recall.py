@@ -120,7 +120,7 @@ def test_the_command(headgate: Run, tmp_path: Path) -> None:
     [
         ([SOURCE, "--splits", "0/0/0"], "splits=(0, 0, 0) leave nothing to train on"),
         ([SOURCE, "--splits", "0/1/1"], "splits=(0, 1, 1) leave nothing to train on"),
-        ([f"{SOURCE},sequences=20"], "option 'sequences' stands twice"),
+        ([f"{SOURCE},sequences=20"], "option 'sequences' is given twice"),
         ([SOURCE, "--tokenizer", "byte"], "does not take --tokenizer, but 'byte' was given; leave it out"),
         ([SOURCE, "--max-tokens", "5"], "does not take --max-tokens"),
         ([SOURCE, "--dedup"], "does not take --dedup"),

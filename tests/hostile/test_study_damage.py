@@ -141,7 +141,7 @@ def test_a_damaged_suite(name: str, damage: str, suite: Path, finished_suite: Pa
     if refusal is None:
         assert (suite / "suite.json").read_bytes() == before
     else:
-        assert any(words in refusal for words in (path.name, "no suite", "is taken"))
+        assert any(words in refusal for words in (path.name, "not a suite", "is in use"))
 
 
 @pytest.fixture(scope="session")

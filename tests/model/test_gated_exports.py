@@ -93,7 +93,6 @@ def step(folder: Path) -> Any:
         "dynamic-sparse:window=6,dense_prefix=0,gate_bias=false",
         "gated:head",
         "gated:head+dynamic-sparse:window=6,dense_prefix=7,gate_bias=false",
-        "near-far:window=6,stretch=1,gate_bias=false,opening=0.5",
     ],
 )
 def test_step3p5(mechanism: str, tmp_path: Path) -> None:
@@ -106,11 +105,11 @@ def test_step3p5(mechanism: str, tmp_path: Path) -> None:
     ("form", "mechanism", "settings", "words"),
     [
         ("qwen3_5", "full", {}, "the attention of layer 0 is 'full', which no qwen3_5 computes"),
-        ("qwen3_5", "dynamic-sparse:window=6,dense_prefix=0", {}, "is no Qwen3.5, whose full attention"),
-        ("qwen3_5", "gated", {"qk_norm": False}, "qk_norm=false with sliding layers: False, is no Qwen3.5"),
+        ("qwen3_5", "dynamic-sparse:window=6,dense_prefix=0", {}, "is not Qwen3.5, whose full attention"),
+        ("qwen3_5", "gated", {"qk_norm": False}, "qk_norm=false with sliding layers: False, is not Qwen3.5"),
         ("step3p5", "gated", {}, "the gate of layer 0 has one value per channel"),
         ("step3p5", "dynamic-sparse:no-window", {}, r"has a bias.*\(gate_bias=false\)"),
-        ("step3p5", "gated:head", {"qkv_bias": True}, "qk_norm=true with qkv_bias=true is no Step3.5"),
+        ("step3p5", "gated:head", {"qkv_bias": True}, "qk_norm=true with qkv_bias=true is not Step3.5"),
         ("step3p5", "dynamic-sparse:window=6,gate_bias=false", {}, "which no step3p5 computes with these"),
         ("qwen", "gated", {}, "is 'gated', which no qwen computes"),
     ],

@@ -54,6 +54,24 @@ def test_the_native_path(
     if library.unavailable() is not None:
         pytest.skip(f"the native path was not tested: {library.unavailable()}")
     exact = [t.detach().repeat(1, 1, 1, 2) for t in inputs(queries, keys, 4, groups, steps=steps)]
+    assert_native_is_exact(exact, scale)
+
+
+def test_a_list_that_fills_up_keeps_its_best() -> None:
+    """The last keys score low; before them come the best, and before these many that beat only the last
+    ones: the list of the best fills up before the end and is cut back."""
+    if library.unavailable() is not None:
+        pytest.skip(f"the native path was not tested: {library.unavailable()}")
+    v = inputs(1000, 1000, 1, 1)[2].detach().repeat(1, 1, 1, 2)
+    scores = torch.linspace(0, 1, 1000, dtype=torch.float64)
+    scores[728:768] += 20
+    scores[400:728] += 10
+    q, k = torch.zeros_like(v), torch.zeros_like(v)
+    q[..., 0], k[..., 0] = 1, scores
+    assert_native_is_exact([q, k, v], 1.0)
+
+
+def assert_native_is_exact(exact: list[Tensor], scale: float) -> None:
     d_out = torch.randn(exact[0].shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     results = []
     for dtype, backend in ((torch.float32, "native"), (torch.float64, "reference")):

@@ -190,8 +190,8 @@ def test_a_gpu_takes_the_kernels_and_each_refusal_has_its_reason() -> None:
         out = pair_gated_attention(*inputs, form="log")
     assert (out.device.type, out.shape, out.dtype) == ("cuda", (1, 4, 300, 64), torch.bfloat16)
     refusals = {
-        "head width 96 is none of 32, 64, 128": gpu_inputs(width=96),
-        "hidden width 5 is none of 4, 8, 16, 32": gpu_inputs(hidden=5),
+        "head width 96 is not one of 32, 64, 128": gpu_inputs(width=96),
+        "hidden width 5 is not one of 4, 8, 16, 32": gpu_inputs(hidden=5),
         "it takes float32 and bfloat16, not float64": gpu_inputs(dtype=torch.float64),
     }
     for reason, inputs in refusals.items():

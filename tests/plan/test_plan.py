@@ -217,8 +217,10 @@ def test_no_compiler_is_imported() -> None:
         "run(['plan', 'tiny', '--mechanism', 'context-adaptive', '--threads', '1', '--json']);"
         "print(sorted({'sympy', 'torch._dynamo', 'torch._inductor', 'scipy', 'altair'} & set(sys.modules)))"
     )
-    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
-    plan, modules = told.splitlines()
+    printed = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    ).stdout
+    plan, modules = printed.splitlines()
     assert json.loads(plan)["device"]["name"] == "cpu"
     assert modules == "[]"
 
@@ -226,15 +228,15 @@ def test_no_compiler_is_imported() -> None:
 def test_words_and_tables(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     cli.run(["plan", "paper-134m", "--device", "A100", "--count", "8", "--price", "2", "train.steps=10"])
-    told = capsys.readouterr().out
-    assert "134,234,368 parameters" in told
-    assert "8 x A100" in told
-    assert "--recompute" in told
-    assert "at your 2 a device and hour" in told
+    printed = capsys.readouterr().out
+    assert "134,234,368 parameters" in printed
+    assert "8 x A100" in printed
+    assert "--recompute" in printed
+    assert "at 2 per device and hour" in printed
     cli.run(["plan", "tiny", "--device", "L4", "--table", "--mechanisms", "local", "--contexts", "256,512"])
-    told = capsys.readouterr().out
-    assert told.count("local") == 2
-    assert told.count("full") == 2
+    printed = capsys.readouterr().out
+    assert printed.count("local") == 2
+    assert printed.count("full") == 2
     cli.run(["plan", "tiny", "--device", "L4", "--json", "--context", "128"])
     plan = json.loads(capsys.readouterr().out)
     assert plan["context"] == 128
@@ -252,10 +254,10 @@ def test_words_and_tables(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
         (["--device", "A10"], "unknown device 'A10'; did you mean 'a100'?"),
         (["--count", "0"], "count=0 is too small"),
         (["--count", "2"], "count=2 of this machine cannot be measured"),
-        (["--device", "L4", "--count", "3"], "8 sequences cannot be shared out evenly over 3 devices"),
+        (["--device", "L4", "--count", "3"], "8 sequences cannot be shared evenly among 3 devices"),
         (["--batch", "0"], "batch=0 is too small"),
-        (["--price", "-1"], "price=-1.0 is no price; give that of one device for an hour"),
-        (["--table", "--contexts", "5,x"], "contexts='5,x' is not whole numbers above 0"),
+        (["--price", "-1"], "price=-1.0 is not a price; give that of one device per hour"),
+        (["--table", "--contexts", "5,x"], "contexts='5,x' must be whole numbers above 0"),
         (["--contexts", "5"], "--contexts needs --table"),
         (["--mechanism", "fulll"], "did you mean 'full'?"),
     ],

@@ -304,7 +304,7 @@ def test_whose_seconds_they_are(report: Path) -> None:
 
     assert "separate measurement of speed" in caption()
     study["costs"] = None
-    assert "those of the runs, which may have shared the machine" in caption()
+    assert "from the runs, which may have shared the machine" in caption()
 
 
 def test_no_share_of_a_loss_next_to_nothing(crowd: Path) -> None:
@@ -362,7 +362,7 @@ def test_tuning_and_compute_are_shown(report: Path) -> None:
     assert (row["value"], row["shown"]) == (1.3, True)  # the interval begins above 1 and has no end
     assert LABEL in made["ladder"].views["worth at equal time"].caption
     text = page(study)
-    assert "and 1 more where the best lay at an edge" in text
+    assert "and 1 more where the best was at an edge" in text
     assert "train.learning_rate at its high edge" in text
     assert "1.10 to beyond" in text
     assert "beyond the ladder" in text

@@ -1,7 +1,7 @@
 """What an engine must offer, and the loop that sees a study's runs through on any of them.
 
-The folder of the study is the only truth: a run is done when its folder says so, and under way while its
-lease is renewed. Engines are asked only which of the tasks they were given are still queued or running.
+The study's folder is the only truth: a run is done when its folder says so, and under way while its lease is
+renewed. Engines are asked only which of their tasks are still queued or running.
 """
 
 import signal
@@ -17,7 +17,7 @@ from headgate.config import EngineOptions, engine_settings
 from headgate.errors import HeadgateError
 
 TRIES = 4
-"""How often a run is given to an engine that loses it: its machine died, or somebody cancelled it."""
+"""How often a run is given again to an engine that loses it: its machine died, or somebody cancelled it."""
 
 STOPPED = {code for number in (signal.SIGTERM, signal.SIGINT) for code in (-number, 128 + number)}
 """Exit codes of a run that was asked to stop, and saved first."""
@@ -25,16 +25,16 @@ STOPPED = {code for number in (signal.SIGTERM, signal.SIGINT) for code in (-numb
 
 class Executor(Protocol):
     interval: float
-    """Seconds from one look at the runs to the next."""
+    """Seconds between looks at the runs."""
 
     def start(self, tasks: Sequence[Task]) -> None:
         """Queue these; they have been written to the study's folder."""
 
     def active(self) -> set[str]:
-        """Keys of the tasks that are queued or running, those that an earlier process started among them."""
+        """Keys of the tasks that are queued or running, including those that an earlier process started."""
 
     def stop(self) -> None:
-        """Leave: the runs of this machine save and end; those of a cluster go on."""
+        """Leave: runs on this machine save and end; those on a cluster continue."""
 
 
 @contextmanager
@@ -89,7 +89,7 @@ def run_tasks(
 
 
 def run_alone(executor: Executor, study: Path, name: str, module: str) -> str | None:
-    """Run a module on the study's folder, alone on a machine of the engine's; the log to look into if it
+    """Run a module on the study's folder, alone on a machine of the engine's; returns the log to read if it
     failed."""
     home = study.resolve()
     log = home / "logs" / f"{name}.txt"
@@ -104,12 +104,12 @@ def run_alone(executor: Executor, study: Path, name: str, module: str) -> str | 
 
 
 def cancel_mark(study: Path) -> Path:
-    """Whoever waits for the runs stops when this file appears."""
+    """Whatever waits for the runs stops when this file appears."""
     return study / "queue" / "cancelled"
 
 
 def make_executor(study: Path, at_once: int, options: EngineOptions) -> Executor:
-    """The engine that was asked for; one sentence if it is not there."""
+    """The engine that was asked for; raises if it is missing."""
     if options.on == "slurm":
         from headgate.compare.executors.slurm import SlurmExecutor
 
@@ -124,8 +124,8 @@ def make_executor(study: Path, at_once: int, options: EngineOptions) -> Executor
 
 
 def was_lost(study: Path, key: str) -> bool:
-    """Whether the run was stopped from outside, or its worker is gone without a word; a worker whose run
-    failed has noted that."""
+    """Whether the run was stopped from outside, or its worker vanished; a worker whose run failed has
+    recorded that."""
     _, holder = read_holder(lease_folder(study, key))
     return holder is None or holder.ended is None or holder.ended in STOPPED
 

@@ -1,4 +1,5 @@
-"""Runs on a Ray cluster: an actor each, which outlives the study's process and is found again by its name."""
+"""Runs on a Ray cluster: one actor each, which outlives the study's process and is found again by its
+name."""
 
 import hashlib
 import logging
@@ -25,7 +26,7 @@ class RayExecutor:
         environment = {name: value for name, value in os.environ.items() if name in PASSED_ON}
         for task in tasks:
             processors: float = task.threads * task.processes
-            if task.exclusive:  # all of a machine's processors, so nothing else is put beside it
+            if task.exclusive:  # all of a machine's processors, so that nothing else is put beside it
                 processors = max(
                     node["Resources"].get("CPU", 1) for node in self._ray.nodes() if node["Alive"]
                 )
@@ -82,7 +83,7 @@ def connect(address: str) -> Any:
 
 
 def cancel_ray_actors(study: Path, address: str) -> list[str]:
-    """End the study's actors, whose runs save first; their names."""
+    """End the study's actors, whose runs save first; returns their names."""
     ray = connect(address)
     names = _actors(ray, study.resolve())
     for name in names:

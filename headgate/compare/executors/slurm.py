@@ -1,7 +1,7 @@
-"""Runs on a Slurm cluster, through submitit: an array of jobs, which go on when the study's process ends.
+"""Runs on a Slurm cluster, through submitit: an array of jobs that continue when the study's process ends.
 
 A job that Slurm preempts, or that reaches its time limit, saves and is queued again; it resumes where it was.
-What the cluster calls each task stands in queue/slurm.json, so that any later process finds the jobs again.
+queue/slurm.json records what the cluster calls each task, so that any later process finds the jobs again.
 """
 
 import os
@@ -18,7 +18,7 @@ from headgate.compare.executors.worker import Nodes, Task, say_how_to_return, wo
 from headgate.errors import HeadgateError
 
 ARRAY = 500
-"""Jobs of one array; Slurm's own limit is 1,001 unless the cluster sets another."""
+"""Jobs in one array; Slurm's own limit is 1,001 unless the cluster sets another."""
 WARNING = 90
 """Seconds before its time limit at which a job is told to save."""
 
@@ -83,7 +83,7 @@ class SlurmExecutor:
 
 
 class SlurmWork:
-    """What a job does; submitit hands it from here to there."""
+    """What a job does; submitit carries it from here to there."""
 
     def __call__(self, study: str, key: str) -> int:
         import submitit
@@ -107,7 +107,7 @@ class SlurmWork:
 
 
 def queued_jobs() -> set[str]:
-    """The user's jobs that are queued or running, an array's each by itself."""
+    """The user's jobs that are queued or running, with each job of an array by itself."""
     asked = ["squeue", "--me", "--array", "--noheader", "--format=%i", "--states=PD,R,CF,CG,RQ,S,SI,ST,RS"]
     try:
         done = subprocess.run(asked, capture_output=True, text=True)
@@ -117,13 +117,13 @@ def queued_jobs() -> set[str]:
         ) from None
     if done.returncode:
         raise HeadgateError(
-            f"Slurm does not answer: {_last_line(done.stderr)}; the same command goes on later"
+            f"Slurm does not answer: {_last_line(done.stderr)}; run the same command again later"
         )
     return set(done.stdout.split())
 
 
 def cancel_slurm_jobs(study: Path) -> list[str]:
-    """Cancel the study's jobs; their names."""
+    """Cancel the study's jobs; returns their names."""
     queued = queued_jobs()
     ours = [job for job in _read_jobs(study).values() if job in queued]
     if ours:

@@ -1,7 +1,8 @@
-"""Windows and chunks over a cache on a GPU by PyTorch's flash attention (torch.nn.attention.varlen): nothing
-is compiled, and queries fewer than keys stand at their end, as ours do. Its log-sum-exp has no gradient.
+"""Windows and chunks over a cache on a GPU through PyTorch's flash attention (torch.nn.attention.varlen):
+nothing is compiled, and queries fewer than keys are at their end, as ours are. Its log-sum-exp has no
+gradient.
 
-A dense prefix is a causal attention of its own before the window's.
+A dense prefix is a separate causal attention before the window's.
 """
 
 from typing import Any
@@ -28,7 +29,7 @@ def refuse(
     if before_ampere(q):
         return "it needs an NVIDIA device of compute capability 8.0 or newer"
     if q.shape[3] % 8 or q.shape[3] > WIDEST:
-        return f"head width {q.shape[3]} is no multiple of 8 up to {WIDEST}"
+        return f"head width {q.shape[3]} is not a multiple of 8 up to {WIDEST}"
     if any(bias is not None for bias in biases.values()):
         return "it has no biases"
     if span.first_keys is not None:
