@@ -445,14 +445,14 @@ class StudyOptions:
     model.rope_theta=[100,10000]; separate several by commas. Default: learning rate, attention_output_rate
     and rope_theta around the recipe's values, and what a mechanism declares."""
     published: bool = True
-    """With --tune, also judge all variants as published."""
+    """Judge all variants as published too, beside what --tune makes of them."""
     ladder: str = ""
     """Multiples of the budget at which the baseline is trained too, as in 0.25,1,4, so that a difference can
     be priced in compute."""
     ladder_variants: bool = False
     """Also train the other variants at those budgets, to see how their differences change."""
     controls: bool = True
-    """Also train two controls, no attention and a short window, to see what the study can tell."""
+    """Train two controls, no attention and a short window, which show what the study can tell."""
     budget: Literal["tokens", "seconds"] = "tokens"
     """What is equal for all: the tokens of a run, or its seconds as measured before training."""
     jobs: int | None = None

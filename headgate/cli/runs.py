@@ -29,7 +29,7 @@ def train(
             folder's model. A resumed run need not repeat it.
         override: Change a setting, as in train.steps=100; can also be given as a bare word.
     """
-    check_names([mechanism] if mechanism else [])
+    check_names([mechanism] if mechanism else [], recipe)
     from headgate.train.start import start
 
     stopped_by = start(recipe, override, out=out, data=data, mechanism=mechanism, init=init, options=options)

@@ -64,9 +64,7 @@ class Job:
 
     @property
     def failed(self) -> bool:
-        """Whether its process ended by itself with an error."""
-        _, holder = read_holder(lease_folder(self.log.parents[1], self.key))
-        return holder is not None and holder.ended not in (None, 0, *STOPPED)
+        return has_failed(self.log)
 
     def command(self, study_folder: Path, data: str) -> list[str]:
         """The words after `headgate` that train it."""
@@ -168,6 +166,16 @@ def last_loss(job: Job) -> float:
     evaluated = [line for line in read_metrics(job.folder) if "validation" in line]
     loss = evaluated[-1]["validation"]["loss"] if evaluated else None
     return math.nan if loss is None else float(loss)
+
+
+def has_failed(log: Path) -> bool:
+    """Whether the process that writes this log has ended by itself, and not well. A run that goes on, or was
+    stopped, has not failed."""
+    lease = lease_folder(log.parents[1], log.stem)
+    if not lease.is_dir():  # a study from before there were leases
+        return log.is_file()
+    _, holder = read_holder(lease)
+    return holder is not None and holder.ended not in (None, 0, *STOPPED)
 
 
 def failure(log: Path) -> str:

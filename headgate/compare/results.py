@@ -253,7 +253,7 @@ def _run(job: Job, study_folder: Path) -> dict[str, Any]:
             "curve": curve,
             "gates": [{"tokens": line["tokens"], "layers": line["gates"]} for line in lines],
         }
-    elif job.log.is_file():
+    elif job.failed:
         run |= {"state": "failed", "reason": failure(job.log), "curve": curve}
     else:
         run["state"] = "not run"

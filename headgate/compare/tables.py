@@ -102,7 +102,8 @@ def verdict_of(variant: Mapping[str, Any]) -> str:
 def signed(mean: float | None, high: float | None, digits: int) -> str:
     if mean is None:
         return ""
-    return f"{mean:+.{digits}f}" + ("" if high is None else f" ± {high - mean:.{digits}f}")
+    shown = round(mean, digits) + 0.0  # of nothing no sign
+    return f"{shown:+.{digits}f}" + ("" if high is None else f" ± {high - mean:.{digits}f}")
 
 
 def p_value(p: float | None) -> str:
@@ -126,7 +127,7 @@ def price_in_words(price: Mapping[str, Any] | None) -> str:
     found, of = (price["time"], "time") if "time" in price else (price["tokens"], "tokens")
     if price["beyond"] or found["value"] is None:
         return "beyond the ladder"
-    ends = [f"{found[end]:.2f}" if found[end] is not None else "?" for end in ("low", "high")]
+    ends = [f"{found[end]:.2f}" if found[end] is not None else "beyond" for end in ("low", "high")]
     return f"{found['value']:.2f}x compute at equal {of} ({ends[0]} to {ends[1]})"
 
 

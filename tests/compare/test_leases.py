@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,6 +40,19 @@ def test_a_silent_holder_is_replaced_and_gives_up_when_it_wakes(tmp_path: Path) 
     assert not first.beat()
     assert second.beat()
     assert read_holder(tmp_path)[1] == second.holder
+
+
+def test_the_end_of_a_run_is_the_last_that_its_holder_says(tmp_path: Path) -> None:
+    """Also while its beat is at it in another thread, and whatever that writes later."""
+    lease = taken(tmp_path)
+    with ThreadPoolExecutor(2) as threads:
+        beats = [threads.submit(lease.beat) for _ in range(20)]
+        assert lease.beat(ended=3)
+        assert all(beat.result() for beat in beats)
+    assert lease.beat()
+    holder = read_holder(tmp_path)[1]
+    assert holder is not None
+    assert holder.ended == 3
 
 
 def test_a_holder_that_beats_keeps_the_run(tmp_path: Path, monkeypatch: object) -> None:

@@ -69,6 +69,7 @@ def read_holder(folder: Path) -> tuple[int, Holder | None]:
 class Lease:
     def __init__(self, folder: Path, generation: int, holder: Holder) -> None:
         self.folder, self.generation, self.holder = folder, generation, holder
+        self._writing = threading.Lock()
 
     @classmethod
     def take(
@@ -115,12 +116,15 @@ class Lease:
         return max(_generations(self.folder), default=0) == self.generation
 
     def beat(self, ended: int | None = None) -> bool:
-        """Record that the holder is alive, or how the run ended; False if the lease has passed to another."""
-        if not self.is_ours:
-            return False
-        self.holder = replace(self.holder, beats=self.holder.beats + 1, ended=ended)
-        config.save(self.holder, self.folder / f"{self.generation}.json", seal=True)
-        return True
+        """Record that the holder is alive, or how the run ended, which is its last word; False if the lease
+        has passed to another."""
+        with self._writing:
+            if not self.is_ours:
+                return False
+            if self.holder.ended is None:
+                self.holder = replace(self.holder, beats=self.holder.beats + 1, ended=ended)
+                config.save(self.holder, self.folder / f"{self.generation}.json", seal=True)
+            return True
 
     def keep(self, lost: Callable[[], Any]) -> threading.Event:
         """Beat from a thread until the returned event is set; `lost` is called once if the lease passes to
