@@ -36,7 +36,7 @@ class Phase:
     runs: int
     tokens: float
     seconds: float
-    """Of one core's work, or as many as a run has threads."""
+    """On one core, or on as many as a run has threads."""
 
 
 def trial_budget(trials: int) -> tuple[int, float]:
@@ -57,7 +57,7 @@ def start_seconds() -> float:
 
 
 def past_speeds(folder: StudyFolder, study: Study, base: Config) -> dict[str, float]:
-    """Seconds a token of the study's own finished runs, by label."""
+    """Seconds per token of the study's own finished runs, by label."""
     found: dict[str, float] = {}
     for job in folder.jobs(study, base, study.seeds):
         if job.finished:
@@ -115,10 +115,10 @@ def print_forecast(study: Study, phases: Sequence[Phase], at_once: int, source: 
     console.print(table)
     runs = sum(one.runs for one in phases)
     words = [f"In all {runs:,} runs, about {duration(total / at_once)} with {at_once} at once"]
-    words.append(f"speeds are those of {source}; the measuring of costs comes on top")
+    words.append(f"speeds are from {source}; measuring the costs comes on top")
     if study.tune:
         most = trial_budget(max(LEAST, study.tune // 2))[1] / trial_budget(study.tune)[1]
-        words.append(f"an optimum at the edge adds {most:.0%} of the tuning, at most {EXTENSIONS} times")
+        words.append(f"an optimum at an edge adds {most:.0%} of the tuning, at most {EXTENSIONS} times")
     if study.looks:
         words.append("planned looks may stop earlier")
     console.print("; ".join(words) + ". Nothing was started.", markup=False, soft_wrap=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_runs import changed, told
+from small_runs import changed, repeatable_metrics
 from waiting import HANG, wait_until
 
 import headgate
@@ -68,7 +68,7 @@ def losses(run: Path) -> list[float]:
 
 def assert_same_losses(one: Path, other: Path) -> None:
     assert losses(one) == pytest.approx(losses(other), abs=1e-4)
-    for ours, theirs in zip(told(one), told(other), strict=True):
+    for ours, theirs in zip(repeatable_metrics(one), repeatable_metrics(other), strict=True):
         assert ours["tokens"] == theirs["tokens"]
         assert ours["gradient_norm"] == pytest.approx(theirs["gradient_norm"], abs=1e-4)
         if "validation" in ours:
@@ -101,7 +101,7 @@ def test_the_number_of_processes_changes_nothing(twenty: Config, data: Path, tmp
     on_four = ("four", "four-sharded:shard", "four-muon:muon", "four-sharded-muon:shard:muon")
     words = finish(started(4, *on_four, "one-then-four:shard", "one-muon-then-four:shard:muon"))
     finish(two)
-    assert words.count("going on from step 7") == 2
+    assert words.count("resuming from step 7") == 2
     assert "it was saved with 1 threads in each of 1 processes" in words
     for name, first in before.items():
         assert losses(tmp_path / f"{name}-then-four")[: len(first)] == first
@@ -118,7 +118,7 @@ def test_the_number_of_processes_changes_nothing(twenty: Config, data: Path, tmp
             assert losses(run) == pytest.approx(losses(tmp_path / "one-muon"), abs=2e-4)
         else:
             assert_same_run(tmp_path / "one", run)
-    assert any(line["gradient_norm"] > twenty.train.clip for line in told(tmp_path / "one"))
+    assert any(line["gradient_norm"] > twenty.train.clip for line in read_metrics(tmp_path / "one"))
 
     # Gradients are summed in fp32, once a step for each layer and for the rest, however many passes it has.
     groups = twenty.model.n_layers + 1
@@ -174,7 +174,7 @@ def test_a_dead_worker_ends_the_job_and_restarts_bring_it_back(
 
     words = finish(torchrun(2, *script, tmp_path / "second", restarts=1))
     assert (tmp_path / "second").exists()
-    assert [f"going on from step {step}" in words for step in (20, 40)] == [True, True]
+    assert [f"resuming from step {step}" in words for step in (20, 40)] == [True, True]
     assert [line["step"] for line in read_metrics(run)] == list(range(1, 61))
 
 
@@ -198,10 +198,10 @@ def test_a_refusal_of_the_first_process_reaches_all(micro: Config, data: Path, t
     assert job.returncode != 0
     assert "headgate: " in words
     assert "headgate (rank 1): " in words  # nobody waits in vain
-    assert words.count("train.steps=1 and not 2") == 2
+    assert words.count("train.steps=1, not 2") == 2
 
 
 def test_a_batch_that_cannot_be_shared_out_is_refused() -> None:
     assert World(0, 4, torch.device("cpu")).share(8) == 2
-    with pytest.raises(HeadgateError, match="batch_size=3 cannot be shared out evenly over 2 processes"):
+    with pytest.raises(HeadgateError, match="batch_size=3 cannot be shared evenly among 2 processes"):
         World(0, 2, torch.device("cpu")).share(3)
