@@ -198,6 +198,7 @@ def _branch_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
     *tensors, ctx.block, ctx.window, ctx.offset = inputs
     ctx.save_for_backward(*tensors, *output[1:])
     ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # of the branches: zeros as large as two outputs
 
 
 def _branch_gradients(ctx: Any, d_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
