@@ -15,6 +15,7 @@ attention and a retrofit starts changed.
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from headgate import ops
@@ -79,7 +80,7 @@ class Nsa(Mechanism):
         if "compressed" not in weights:
             return near
         coarse = ops.compressed_attention(q, k, v, block=o.block, means=means)
-        return near + weighted_sum([coarse], [weights["compressed"]])
+        return torch.addcmul(near, coarse, weights["compressed"])
 
     def first_key(self, position: int) -> int:
         return 0

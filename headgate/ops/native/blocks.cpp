@@ -37,7 +37,6 @@ struct BlocksCall {
 namespace {
 
 constexpr int64_t ITEMS = 8;  // pieces of work there should be at least
-constexpr int64_t STRIP = 1536;  // queries of a strip, a multiple of BLOCK: what is kept of them stays in a cache
 
 // Which branches a tile's keys belong to.
 enum Kind { CHOSEN, WINDOW, BOTH, KINDS };
@@ -105,6 +104,7 @@ struct Strip {
         std::vector<uint8_t> is_chosen(size_t(own(size() - 1) + 1), 0);
         for (int64_t i = 0; i < size(); ++i) {
             const int64_t* row = of.chosen + of.span.per_query(b, h, begin + i) * of.slots;
+            const int64_t last = own(i);
             // Blocks from `whole` on are in the window whole, and those from `part` on in part.
             const int64_t reach = of.window < 0 ? position(i) + 1 : std::max<int64_t>(0, position(i) - of.window);
             const int64_t part = reach / of.block, whole = (reach + of.block - 1) / of.block;
@@ -113,10 +113,10 @@ struct Strip {
                 if (n >= whole) is_chosen[n] = 1;
             };
             for (int64_t n = 0; n < of.slots; ++n)
-                if (row[n] >= 0 && row[n] < own(i)) choose(row[n]);
-            choose(own(i));
+                if (row[n] >= 0 && row[n] < last) choose(row[n]);
+            choose(last);
             if (of.window < 0) continue;
-            for (int64_t n = part; n <= own(i); ++n) {
+            for (int64_t n = part; n <= last; ++n) {
                 if (!is_chosen[n]) take(i, n, WINDOW);
                 is_chosen[n] = 0;
             }
@@ -146,12 +146,28 @@ void copy_rows(const View& view, const Strip& strip, float factor, float* to) {
     }
 }
 
-// Rows of a tile's queries, and the same with queries in lanes.
+// A tile's queries in lanes, and, where `rows` is given, as rows.
 template <int D>
-void gather(const float* from, const Tile& tile, float* rows, float* lanes) {
-    for (int i = 0; i < BLOCK; ++i)
-        for (int d = 0; d < D; d += LANES) store(rows + i * D + d, load(from + tile.query[i] * D + d));
-    transpose<D, BLOCK>(rows, lanes, BLOCK);
+void gather(const float* from, const Tile& tile, float* lanes, float* rows) {
+    for (int i = 0; i < tile.count; i += LANES)
+        for (int d = 0; d < D; d += LANES) {
+            vec part[LANES];
+            for (int r = 0; r < LANES; ++r) part[r] = load(from + tile.query[i + r] * D + d);
+            if (rows)
+                for (int r = 0; r < LANES; ++r) store(rows + (i + r) * D + d, part[r]);
+            exchange_blocks<1>(part);
+            for (int r = 0; r < LANES; ++r) store(lanes + (d + r) * BLOCK + i, part[r]);
+        }
+}
+
+// work(lane, Vectors<N>) for the lanes of a tile: few queries take a narrow panel.
+template <class Work>
+HEADGATE_INLINE void for_lanes(int count, const Work& work) {
+    if constexpr (BLOCK < PANEL) {
+        if (count <= LANES) return work(0, Vectors<1>());
+        if (count <= 2 * LANES) return work(0, Vectors<2>());
+    }
+    for_panels<BLOCK>(count, work);
 }
 
 // The keys of a chunk as rows. Tiles that follow each other share them.
@@ -178,16 +194,16 @@ struct Forward {
     const SpanCall& call;
     const int64_t g;
     float *q, *out, *top, *total;  // of all queries, but for q once for each kind of tile
-    float *rows, *q_lanes, *fresh, *s, *tops, *totals, *shrink;  // of a tile
+    float *q_lanes, *fresh, *s, *tops, *totals, *shrink;  // of a tile
     KeyRows<D> k_rows{nullptr}, v_rows{nullptr};
 
     explicit Forward(const Strip& of) : strip(of), call(of.of.span), g(of.h / of.of.span.repeat) {
         const size_t n = size_t(of.size()), kinds = of.of.window < 0 ? 1 : KINDS, tile = BLOCK * D;
-        Pieces pieces(Scratch::of_thread().floats((1 + kinds) * n * D + 2 * Pieces::rounded(kinds * n) + 3 * tile +
+        Pieces pieces(Scratch::of_thread().floats((1 + kinds) * n * D + 2 * Pieces::rounded(kinds * n) + 2 * tile +
                                                   CHUNK * (BLOCK + 2 * D) + 3 * BLOCK));
         q = pieces.take(n * D), out = pieces.take(kinds * n * D);
         top = pieces.take(kinds * n), total = pieces.take(kinds * n);
-        rows = pieces.take(tile), q_lanes = pieces.take(tile), fresh = pieces.take(tile);
+        q_lanes = pieces.take(tile), fresh = pieces.take(tile);
         s = pieces.take(CHUNK * BLOCK);
         k_rows = KeyRows<D>(pieces.take(CHUNK * D)), v_rows = KeyRows<D>(pieces.take(CHUNK * D));
         tops = pieces.take(BLOCK), totals = pieces.take(BLOCK), shrink = pieces.take(BLOCK);
@@ -200,7 +216,7 @@ struct Forward {
         std::fill(top, top + sums, LOWEST);
         std::fill(total, total + sums, 0.0f);
         strip.each([&](const Tile& tile) {
-            gather<D>(q, tile, rows, q_lanes);
+            gather<D>(q, tile, q_lanes, nullptr);
             const Segment& segment = tile.segment;
             for (int chunk = segment.begin; chunk < segment.end; chunk += CHUNK)
                 attend(tile, chunk, std::min(CHUNK, segment.end - chunk));
@@ -248,14 +264,13 @@ struct Forward {
         const float* v = v_rows.of(call.v, strip.b, g, chunk, keys, call.keys);
         const int64_t kind = tile.kind * strip.size();
         for (int i = 0; i < BLOCK; ++i) tops[i] = top[kind + tile.query[i]], totals[i] = total[kind + tile.query[i]];
-        for_panels<BLOCK>(tile.count, [&](int lane, auto n) {
+        for_lanes(tile.count, [&](int lane, auto n) {
             const Rows seen(tile.segment, lane, n() * LANES, chunk, keys);
             scores<D, n()>(NoBias(), k, q_lanes, s, seen, tile.segment, lane, chunk);
             weigh<n()>(seen, lane);
             clear_rest<n()>(s, seen, lane, keys);
         });
-        std::fill(fresh, fresh + BLOCK * D, 0.0f);
-        add_over_keys<D>(s, v, fresh, tile.segment, tile.count, chunk, keys);
+        add_over_keys<D, false>(s, v, fresh, tile.segment, tile.count, chunk, keys);
         for (int i = 0; i < tile.count; ++i) {
             const int64_t at = kind + tile.query[i];
             top[at] = tops[i], total[at] = totals[i];
@@ -333,8 +348,8 @@ struct Backward {
                 if (of.window >= 0) of.d_gates[from] = delta[at];
             }
         strip.each([&](const Tile& tile) {
-            gather<D>(q, tile, q_rows, q_lanes);
-            gather<D>(d_out, tile, d_rows, d_lanes);
+            gather<D>(q, tile, q_lanes, q_rows);
+            gather<D>(d_out, tile, d_lanes, d_rows);
             const int from = tile.kind == WINDOW, to = tile.kind == CHOSEN ? 0 : 1;
             for (int branch = from; branch <= to; ++branch)
                 for (int i = 0; i < BLOCK; ++i) {
@@ -356,7 +371,7 @@ struct Backward {
         const float* k = k_rows.of(call.k, b, g, chunk, keys, call.keys);
         const float* v = v_rows.of(call.v, b, g, chunk, keys, call.keys);
         const Segment& segment = tile.segment;
-        for_panels<BLOCK>(tile.count, [&](int lane, auto n) {
+        for_lanes(tile.count, [&](int lane, auto n) {
             const Rows seen(segment, lane, n() * LANES, chunk, keys);
             scores<D, n()>(NoBias(), k, q_lanes, p, seen, segment, lane, chunk);
             for (int r = seen.begin; r < seen.end; r += ROWS)
@@ -372,8 +387,7 @@ struct Backward {
         });
         add_over_queries<D>(p, d_rows, d_v + chunk * D, segment, tile.count, chunk, keys);
         add_over_queries<D>(d_s, q_rows, d_k + chunk * D, segment, tile.count, chunk, keys);
-        std::fill(fresh, fresh + BLOCK * D, 0.0f);
-        add_over_keys<D>(d_s, k, fresh, segment, tile.count, chunk, keys);
+        add_over_keys<D, false>(d_s, k, fresh, segment, tile.count, chunk, keys);
         for (int i = 0; i < tile.count; ++i) {
             float* to = d_q + tile.query[i] * D;
             for (int d = 0; d < D; d += LANES) store(to + d, load(to + d) + load(fresh + i * D + d));
@@ -466,8 +480,7 @@ extern "C" __attribute__((visibility("default"))) void headgate_blocks_forward(
     const headgate::BlocksCall* of) {
     using namespace headgate;
     const SpanCall& call = of->span;
-    const int64_t heads = call.heads(), units = call.batch * heads;
-    const int64_t parts = std::max(parts_for(call, units), (call.queries + STRIP - 1) / STRIP);
+    const int64_t heads = call.heads(), units = call.batch * heads, parts = parts_for(call, units);
     const bool few = !of->summaries && of->window < 0 && call.queries <= FEW;
     for_width(call.width, [&](auto width) {
         constexpr int D = width();
@@ -498,10 +511,9 @@ extern "C" __attribute__((visibility("default"))) void headgate_blocks_backward(
             const int64_t begin = cut(call, item % parts, parts), end = cut(call, item % parts + 1, parts);
             float* gradients = sums + item * size;
             std::fill(gradients, gradients + size, 0.0f);
-            Backward<D> backward(*of, b, g, std::min(STRIP, end - begin), gradients);
-            for (int64_t r = 0; r < call.repeat; ++r)
-                for (int64_t at = begin; at < end; at += STRIP)
-                    backward.head({*of, b, g * call.repeat + r, at, std::min(at + STRIP, end)});
+            Backward<D> backward(*of, b, g, end - begin, gradients);
+            for (int64_t r = 0; r < call.repeat && begin < end; ++r)
+                backward.head({*of, b, g * call.repeat + r, begin, end});
         });
         parallel_for(pairs, int(call.threads), [&](int64_t pair) {
             const float* in = sums + pair * parts * size;
