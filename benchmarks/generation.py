@@ -3,14 +3,14 @@
     python benchmarks/generation.py --threads 1
 
 Four tables. The times are each from one run whose cases take turns, so that whatever else the machine does
-meets all of them. Told are the medians of the rounds' ratios with their quartiles, by the clock and by the
+meets all of them. Shown are the medians of the rounds' ratios with their quartiles, by the clock and by the
 processor's own time, which a busy machine disturbs less.
 
 1. `full` against Qwen3ForCausalLM.generate with the same weights, which gives the same tokens: whole calls,
    prompt and all.
-2. Mechanisms with a window: time a decoded token and bytes of the cache at a context of 65,536 tokens against
-   2,048. `full` stands beside them to show what the window saves.
-3. Skipping closed gates: time a decoded token when a share of dynamic-sparse's heads is closed.
+2. Mechanisms with a window: time per decoded token and bytes of the cache at a context of 65,536 tokens
+   against 2,048. `full` is beside them to show what the window saves.
+3. Skipping closed gates: time per decoded token when a share of dynamic-sparse's heads is closed.
 4. Peak memory of a prompt, above that of the model, run in chunks and at once, each in a fresh process.
 """
 
@@ -57,13 +57,13 @@ def in_turns(cases: dict[str, Timed], rounds: int) -> None:
 
 
 def ratio(case: Timed, to: Timed) -> str:
-    told = []
+    shown = []
     for mine, its in ((case.wall, to.wall), (case.processor, to.processor)):
         each = sorted(a / b for a, b in zip(mine, its, strict=True))
-        told.append(
+        shown.append(
             f"{statistics.median(each):.2f} ({each[len(each) // 4]:.2f}-{each[-1 - len(each) // 4]:.2f})"
         )
-    return f"{told[0]:>20}{told[1]:>20}"
+    return f"{shown[0]:>20}{shown[1]:>20}"
 
 
 def qwen3(decoder: Decoder, longest: int) -> Any:
@@ -152,8 +152,8 @@ def long_and_short(
         cases = {str(length): Timed(decoding(decoder, cache, count)) for length, cache in caches.items()}
         in_turns(cases, rounds)
         share = caches[long].bytes / caches[short].bytes
-        told = f"{share:12.2f}{caches[long].bytes / 1e6:12.2f}"
-        print(f"{mechanism:44}{ratio(cases[str(long)], cases[str(short)])}{told}", flush=True)
+        shown = f"{share:12.2f}{caches[long].bytes / 1e6:12.2f}"
+        print(f"{mechanism:44}{ratio(cases[str(long)], cases[str(short)])}{shown}", flush=True)
 
 
 def closed_gates(config: ModelConfig, mechanism: str, context: int, count: int, rounds: int) -> None:
@@ -186,14 +186,15 @@ def memory_of_prompts(prompts: list[tuple[str, int]]) -> None:
     print("\npeak memory of a prompt above the model's, MB")
     print(f"{'':44}{'chunks of 512':>20}{'all at once':>20}{'its cache':>12}")
     for mechanism, length in prompts:
-        told = []
+        shown = []
         for chunk in (512, length):
             question = [sys.executable, __file__, "--peak", mechanism, str(length), str(chunk)]
             done = subprocess.run(question, capture_output=True, text=True, check=True)
-            told.append(json.loads(done.stdout))
+            shown.append(json.loads(done.stdout))
         name = f"{mechanism}, {length:,} tokens"
         print(
-            f"{name:44}{told[0][0] / 1e6:20.0f}{told[1][0] / 1e6:20.0f}{told[0][1] / 1e6:12.0f}", flush=True
+            f"{name:44}{shown[0][0] / 1e6:20.0f}{shown[1][0] / 1e6:20.0f}{shown[0][1] / 1e6:12.0f}",
+            flush=True,
         )
 
 

@@ -150,9 +150,9 @@ def saved_steps(folder: Path) -> int:
         here = checkpoint.find(run, str(step))
         headgate.load(here)
         assert checkpoint.read_state(here).step == step
-    told = [line["step"] for line in read_metrics(folder)]
-    assert told == sorted(set(told))
-    assert not steps or told[-1] >= steps[-1], "a checkpoint outlived its metrics"
+    steps_logged = [line["step"] for line in read_metrics(folder)]
+    assert steps_logged == sorted(set(steps_logged))
+    assert not steps or steps_logged[-1] >= steps[-1], "a checkpoint outlived its metrics"
     assert not list(run.checkpoints.glob("damaged-*")), "a checkpoint was found damaged"
     return steps[-1] if steps else 0
 

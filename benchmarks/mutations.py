@@ -185,8 +185,8 @@ MUTATIONS = [
     ),
     Mutation(
         "near-far: near and far heads exchanged", "headgate/mechanisms/near_far.py",
-        "ranges = (0, near, options.window), (near, heads.n_kv_heads, options.stretch * options.window)",
-        "ranges = (0, near, options.stretch * options.window), (near, heads.n_kv_heads, options.window)",
+        "[options.window] * near + [options.stretch * options.window] * far",
+        "[options.stretch * options.window] * far + [options.window] * near",
         f"{CONTRACT} near_and_far",
     ),
     Mutation(
@@ -206,9 +206,9 @@ MUTATIONS = [
         "tests/model/test_cache.py tests/model/test_generate.py -k 'cache or global_tokens'",
     ),
     Mutation(
-        "cache: moved in place over itself", "headgate/model/cache.py",
-        "fits = held <= self._begin and", "fits =",
-        "tests/model/test_cache.py tests/model/test_generate.py -k 'cache or global_tokens'",
+        "cache: dropped keys moved to the front", "headgate/model/cache.py",
+        "= old[:, :, self._begin : self._end]", "= old[:, :, :held]",
+        "tests/model/test_cache.py -k move_to_the_front",
     ),
     Mutation(
         "cache: rows of a joined batch numbered from 0", "headgate/model/cache.py",
@@ -236,7 +236,7 @@ MUTATIONS = [
     # checkpoints and resuming
     Mutation(
         "resume without the optimiser", "headgate/train/checkpoint.py",
-        "    _fill(folder and folder / TRAINING", "    0 and _fill(folder and folder / TRAINING",
+        "TRAINING: _training_tensors(decoder, optimizer)}", "TRAINING: {}}",
         f"{LOOP} -k resumed_is_the_run",
     ),
     Mutation(
@@ -277,12 +277,12 @@ MUTATIONS = [
     ),
     # statistics
     Mutation(
-        "Holm's method as Bonferroni's", "headgate/compare/statistics.py",
-        "(len(p_values) - rank) * p_values[index]", "len(p_values) * p_values[index]", STATISTICS,
+        "each of a family's comparisons made at 5%", "headgate/compare/statistics.py",
+        "level = alpha / family[1]", "level = alpha", STATISTICS,
     ),
     Mutation(
         "an interval with a degree of freedom too many", "headgate/compare/statistics.py",
-        "(1 + confidence) / 2, n - 1)", "(1 + confidence) / 2, n)", STATISTICS,
+        "VariancePart(variance / n, n - 1)", "VariancePart(variance / n, n)", STATISTICS,
     ),
     Mutation(
         "diverged on both sides counts as worse", "headgate/compare/statistics.py",

@@ -3,7 +3,7 @@
     python benchmarks/train_speed.py                 # both sizes, all cores
     python benchmarks/train_speed.py --threads 1 --compile
 
-A round takes one step of each, in alternating order, so that whatever else the machine does meets both. Told
+A round takes one step of each, in alternating order, so that whatever else the machine does meets both. Shown
 are the medians of the rounds' ratios with their quartiles, from the clock and from the processor's own time,
 which a busy machine disturbs less. Ours is a whole step of the training loop: loader, loss, clipping, AdamW
 and metrics; the other's is the same written out, with its AdamW plain and fused. With --overhead, instead:
@@ -136,11 +136,11 @@ def overhead(data: Path, home: Path) -> None:
         whole, stretch = asked.train, 12
         short = replace(whole, steps=stretch, evaluate_every=stretch)
         train(replace(asked, train=short), data, home / recipe)
-        told = json.loads((home / recipe / "summary.json").read_text())["seconds"]
+        spent = json.loads((home / recipe / "summary.json").read_text())["seconds"]
         tokens = whole.batch_size * whole.accumulation * whole.context
         step = statistics.median(tokens / line["tokens_per_second"] for line in read_metrics(home / recipe))
         times = -(-whole.steps // whole.evaluate_every)  # each evaluation may be the best, and be saved
-        evaluating, saving = (times * told[name] / (whole.steps * step) for name in ("evaluating", "saving"))
+        evaluating, saving = (times * spent[name] / (whole.steps * step) for name in ("evaluating", "saving"))
         telling = time_of_telling(home / recipe) / step
         print(
             f"{recipe}, {whole.steps} steps of {step:.2f} s: evaluating takes {evaluating:.2%} of the step "

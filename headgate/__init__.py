@@ -1,6 +1,6 @@
 """headgate: does this attention mechanism beat plain attention, by how much, at what cost?
 
-The public names are loaded on first use: importing the package, as the command line does, costs nothing.
+The public names are loaded on first use, so importing the package, as the command line does, costs nothing.
 """
 
 import importlib

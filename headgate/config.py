@@ -1,7 +1,7 @@
 """What a run is: frozen dataclasses, strict JSON in and out, dotted overrides, the one grammar of mechanisms.
 
-Every value is checked against its field's type when it comes in, and a key nobody knows is an error that
-names the closest one, so that no misspelt setting is ever silently ignored.
+Every value is checked against its field's type as it is read, and an unknown key is an error that names the
+closest one, so no misspelt setting is ever silently ignored.
 """
 
 import dataclasses
@@ -22,23 +22,24 @@ from headgate.errors import HeadgateError, suggestion
 from headgate.registry import MECHANISMS
 
 T = TypeVar("T")
-MOST_LAYERS, MOST_WIDTH = 1000, 1 << 24
-"""Far beyond any model; what is larger is a slip, and would be noticed only after a long wait."""
+MOST_LAYERS, MOST_WIDTH, MOST_TOKENS, MOST_SEQUENCES = 1000, 1 << 24, 1 << 22, 1 << 20
+"""Far beyond any model, context or batch; anything larger is a mistake that would be noticed only
+after a long wait."""
 WRITTEN_MECHANISM = re.compile(r"(?:(.+?\.py):)?([^:]*)(?::(.*))?", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class MechanismSpec:
-    """A mechanism by name with the options that differ from its defaults; in text `name:option=value,...`."""
+    """A mechanism's name and the options that differ from its defaults; as text, `name:option=value,...`."""
 
     name: str
     """A registered mechanism; `headgate mechanisms` lists them."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of this mechanism; what is absent comes from the model's shared options, then the defaults."""
+    """Options of this mechanism; any others come from the model's shared options, then the defaults."""
 
 
 class WrittenMechanism(typing.NamedTuple):
-    """The parts of one mechanism as it is written: `file.py:name:words`."""
+    """The parts of one mechanism as written: `file.py:name:words`."""
 
     file: str
     name: str
@@ -50,7 +51,7 @@ class WrittenMechanism(typing.NamedTuple):
 
 
 def split_mechanisms(text: str) -> list[WrittenMechanism]:
-    """Take a written mechanism, or a pattern `a+b+c` of them, apart."""
+    """Split a written mechanism, or a pattern `a+b+c` of them, into its parts."""
     found = []
     for part in re.split(r"\+(?=[A-Za-z_./~])", text):  # the + of 1e+3 is followed by a digit
         matched = WRITTEN_MECHANISM.fullmatch(part.strip())
@@ -121,10 +122,10 @@ def split_assignments(words: str) -> tuple[list[tuple[str, Any]], list[str]]:
 
 
 def parse_lengths(text: str, name: str = "lengths") -> tuple[int, ...]:
-    """Context lengths as every command takes them: `1024,4096`; empty text for none."""
+    """Context lengths as every command takes them: `1024,4096`; an empty text means none."""
     parts = [part.strip() for part in text.split(",")] if text else []
-    if not all(part.isdecimal() and int(part) for part in parts):
-        raise HeadgateError(f"{name}={text!r} is not whole numbers above 0; write them as 1024,4096")
+    if not all(part.isdecimal() and len(part) < 16 and int(part) for part in parts):
+        raise HeadgateError(f"{name}={text!r} must be whole numbers above 0, written as 1024,4096")
     lengths = tuple(map(int, parts))
     require_distinct(lengths, name)
     return lengths
@@ -137,7 +138,7 @@ def require_distinct(values: Sequence[Any], what: str) -> None:
 
 
 MOST_SEEDS = 1000
-"""Seeds from here on are for tuning, and judge nothing."""
+"""Seeds from here on are for tuning, and are not judged."""
 
 
 def parse_seeds(text: str | int) -> tuple[int, ...]:
@@ -146,7 +147,7 @@ def parse_seeds(text: str | int) -> tuple[int, ...]:
     try:
         if ".." in text:
             first, last = (int(part) for part in text.split(".."))
-            looks = (*range(first, last, max(1, first)), last)
+            looks = (*range(first, min(last, MOST_SEEDS), max(1, first)), last)
             rising = first < last
         else:
             looks = tuple(int(part) for part in text.split(","))
@@ -155,29 +156,29 @@ def parse_seeds(text: str | int) -> tuple[int, ...]:
         looks, rising = (), False
     if not looks or not rising or looks[0] < 1:
         raise HeadgateError(
-            f"seeds={text!r} is no number of seeds; write 5, or 4..12 to look after 4, 8 and 12"
+            f"seeds={text!r} is not a number of seeds; write 5, or 4..12 to look after 4, 8 and 12"
         )
     if looks[-1] > MOST_SEEDS:
         raise HeadgateError(f"seeds={text!r} is too many; expected at most {MOST_SEEDS}")
     if len(looks) > 1 and looks[0] < 2:
-        raise HeadgateError(f"seeds={text!r} looks after one seed, which shows nothing; begin with 2 or more")
+        raise HeadgateError(f"seeds={text!r} looks after one seed, which shows nothing; start with 2 or more")
     return looks
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """RoPE stretched over a longer context than the first one trained with; names and meanings are those of
-    transformers."""
+    """RoPE stretched beyond the context first trained with; names and meanings are transformers'
+    own."""
 
     rope_type: Literal["linear", "llama3", "yarn"]
-    """linear: all frequencies are divided by the factor. llama3, yarn: the low ones alone, with a smooth
-    passage between."""
+    """linear: all frequencies are divided by the factor. llama3, yarn: only the low ones, with a smooth
+    transition."""
     factor: float
-    """How many times as long the context becomes."""
+    """How many times longer the context becomes."""
     original_max_position_embeddings: int | None = None
-    """The context before, for llama3 and yarn: which frequencies are low is judged by it."""
+    """The original context, for llama3 and yarn, which decides what frequencies count as low."""
     low_freq_factor: float = 1.0
-    """llama3: a frequency is low if it turns at most this often over the context before."""
+    """llama3: a frequency is low if it turns at most this often over the original context."""
     high_freq_factor: float = 4.0
     """llama3: a frequency that turns at least this often is left alone."""
     beta_fast: float = 32.0
@@ -185,22 +186,22 @@ class RopeScaling:
     beta_slow: float = 1.0
     """yarn: a frequency that turns less often than this is divided by the whole factor."""
     truncate: bool = True
-    """yarn: whether the passage begins and ends at whole dimensions."""
+    """yarn: whether the transition begins and ends at whole dimensions."""
     attention_factor: float | None = None
-    """yarn: what rotated queries and keys are multiplied by; 1 + log(factor) / 10 when null."""
+    """yarn: the factor on rotated queries and keys; 1 + log(factor) / 10 when null."""
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "factor", "original_max_position_embeddings")
         if self.rope_type != "linear" and self.original_max_position_embeddings is None:
             raise HeadgateError(
                 f"RoPE scaling of type {self.rope_type!r} lacks original_max_position_embeddings, the "
-                "context before it was stretched"
+                "context before stretching"
             )
         for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
             if not 0 < getattr(self, low) < getattr(self, high):
                 raise HeadgateError(
                     f"{low}={getattr(self, low)} with {high}={getattr(self, high)}; expected two numbers "
-                    "above 0, the second the larger"
+                    "above 0, the second one larger"
                 )
 
 
@@ -209,7 +210,7 @@ class ModelConfig:
     """A Qwen-architecture decoder and the attention mechanism of each of its layers."""
 
     vocab_size: int
-    """Entries of the embedding; at least the tokenizer's."""
+    """Entries in the embedding; at least as many as in the tokenizer."""
     d_model: int
     """Width C of the residual stream."""
     n_layers: int
@@ -222,20 +223,20 @@ class ModelConfig:
     d_mlp: int
     """Hidden width of the SwiGLU MLP."""
     mechanism: tuple[MechanismSpec, ...] = (MechanismSpec("full"),)
-    """Mechanism of the layers: one for all, or a pattern that repeats over them."""
+    """The layers' mechanism: one for all, or a pattern that repeats over them."""
     shared_options: Mapping[str, Any] = field(default_factory=dict)
-    """Values for every mechanism with an option of that name, such as windows scaled to the context."""
+    """Values for every mechanism that has an option of that name, such as windows scaled to the context."""
     qk_norm: bool = True
     """RMSNorm on queries and keys (Qwen3); off for Qwen2."""
     qkv_bias: bool = False
     """Bias on the query, key and value projections (Qwen2)."""
     tied_embeddings: bool = True
-    """Whether the head is the embedding; a scaled start needs a head of its own."""
+    """Whether the head shares the embedding's weights; a scaled start needs a separate head."""
     start: Literal["qwen", "scaled"] = "qwen"
-    """First values of the weights. qwen: matrices normal 0.02. scaled: embedding normal 1, output and down
-    projections 0, other matrices normal 1/sqrt(inputs), so that attention does not drown the token."""
+    """Initial weights. qwen: matrices normal 0.02. scaled: embedding normal 1, output and down projections
+    0, other matrices normal 1/sqrt(inputs), so that attention does not drown out the token."""
     embedding_deviation: float | None = None
-    """Standard deviation of the embedding's first values; the start's own when null."""
+    """Standard deviation of the embedding's initial values; the start's own when null."""
     rope_theta: float = 1e6
     rope_scaling: RopeScaling | None = None
     """How RoPE is stretched to longer contexts, as in Llama 3.1; null for plain RoPE."""
@@ -252,11 +253,10 @@ class ModelConfig:
             *((name, getattr(self, name), MOST_WIDTH) for name in ("d_model", "d_mlp")),
             ("n_heads * head_dim", self.n_heads * self.head_dim, MOST_WIDTH),
         ):
-            if value > most:
-                raise HeadgateError(f"{name}={value} is too large; expected at most {most}")
+            require_at_most(name, value, most)
         if self.head_dim % 2:
             raise HeadgateError(
-                f"head_dim={self.head_dim} is odd; RoPE turns pairs of dimensions, so choose an even one"
+                f"head_dim={self.head_dim} is odd; RoPE rotates pairs of dimensions, so choose an even one"
             )
         if self.embedding_deviation is not None and not self.embedding_deviation > 0:
             raise HeadgateError(
@@ -279,60 +279,60 @@ class TrainConfig:
     """How a model is trained; the batch of one optimiser step is batch_size * accumulation sequences."""
 
     renamed: ClassVar[Mapping[str, str]] = {"gate_learning_rate": "mechanism_rate"}
-    """Older names of settings, which saved configs may still hold -> the names they have now."""
+    """Former names of settings, which saved configs may still use -> their current names."""
 
     context: int
-    """Tokens of a training sequence."""
+    """Tokens in a training sequence."""
     batch_size: int
-    """Sequences of one forward pass over all processes."""
+    """Sequences in one forward pass over all processes."""
     steps: int
     """Optimiser steps."""
     learning_rate: float
     """Peak learning rate."""
     documents: Literal["stream", "mask"] = "stream"
-    """mask: no token attends to another document than its own. stream: it sees whatever stands before it."""
+    """mask: no token attends to a document other than its own. stream: it sees everything before it."""
     document_positions: Literal["document", "stream"] = "document"
-    """Of masked documents: whether positions begin anew with each, or go on through the sequence."""
+    """With masked documents: whether positions start again with each, or continue through the sequence."""
     boundaries: Literal["ignore", "count"] = "ignore"
-    """Of masked documents: whether the first token of the next one is a target of a document's last."""
+    """With masked documents: whether a document's last token has the next one's first as its target."""
     packing: Literal["stream", "whole"] = "stream"
     """Sequences are cut from the stream of documents, or filled with whole ones (masked) and padded."""
     accumulation: int = 1
-    """Forward passes whose gradients make one step."""
+    """Forward passes whose gradients make up one step."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """muon: for the matrices of the layers, at a rate matched to AdamW's; AdamW for all else."""
+    """muon: Muon for the layers' matrices, at a rate matched to AdamW's, and AdamW for everything else."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """How the learning rate falls after the warm-up."""
     warmup_steps: int = 0
     warmup_share: float = 0.0
-    """The warm-up as a share of the steps, in place of their number."""
+    """The warm-up as a share of the steps, instead of their number."""
     final_learning_rate: float = 0.0
     """Where the schedule ends, as a share of the peak."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Of AdamW: how much of its two averages each step keeps."""
+    """AdamW's: how much of its two averages each step keeps."""
     momentum: float = 0.95
-    """Of Muon."""
+    """Muon's."""
     eps: float = 1e-8
     weight_decay: float = 0.1
-    """On matrices alone; the rates below leave it as it is."""
+    """Applied to matrices only; the rates below do not change it."""
     clip: float = 1.0
     """Largest norm of the gradient."""
     embedding_rate: float = 1.0
-    """Learning rate of the embedding, as a multiple of train.learning_rate; the others likewise."""
+    """Learning rate of the embedding, as a multiple of train.learning_rate; likewise the others."""
     query_key_rate: float = 1.0
     value_rate: float = 1.0
     attention_output_rate: float = 1.0
-    """Of the output projection. From a scaled start it acts as a multiplier of attention's output."""
+    """For the output projection. From a scaled start it acts as a multiplier on attention's output."""
     mlp_rate: float = 1.0
     head_rate: float = 1.0
     mechanism_rate: float = 1.0
-    """Of a mechanism's own parameters."""
+    """For a mechanism's own parameters."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Of the arithmetic; bf16 is autocast, and the weights stay fp32."""
+    """Precision of the arithmetic; bf16 uses autocast, and the weights stay fp32."""
     evaluate_every: int = 500
-    """Steps from one evaluation to the next; the last step is always evaluated."""
+    """Steps between evaluations; the last step is always evaluated."""
     evaluate_tokens: int = 65_536
-    """How many tokens of the validation split, from its beginning: whole sequences, at least one."""
+    """How many tokens of the validation split to use, from its start: whole sequences, at least one."""
     document_tokens: int | None = None
     """The same for the losses per document that the last evaluation keeps; null for the whole split."""
 
@@ -346,16 +346,19 @@ class TrainConfig:
             self, 1, "context", "batch_size", "steps", "accumulation", "evaluate_every", "evaluate_tokens"
         )
         require_at_least(self, 1, "document_tokens")
+        require_at_most("context", self.context, MOST_TOKENS)
+        require_at_most("batch_size", self.batch_size, MOST_SEQUENCES)
+        require_at_most("accumulation", self.accumulation, MOST_SEQUENCES)
         require_at_least(self, 0, "warmup_steps", "weight_decay", "final_learning_rate")
         if self.packing == "whole" and (self.documents, self.boundaries) != ("mask", "ignore"):
             raise HeadgateError(
                 f"packing='whole' with documents={self.documents!r} and boundaries={self.boundaries!r}: "
-                "documents are laid together in an order of their own, in which none follows from another; "
+                "documents are packed in an order of their own, in which none continues another; "
                 "set train.documents=mask and train.boundaries=ignore"
             )
         for name in ("learning_rate", "eps", "clip"):
             if not 0 < getattr(self, name) < math.inf:
-                raise HeadgateError(f"{name}={getattr(self, name)} must be above 0, and finite")
+                raise HeadgateError(f"{name}={getattr(self, name)} must be above 0 and finite")
         require_at_least(self, 0, *(f.name for f in dataclasses.fields(self) if f.name.endswith("_rate")))
         for name, value in (
             ("betas", max(self.betas)),
@@ -378,13 +381,13 @@ class TrainConfig:
 
     @property
     def warmup(self) -> int:
-        """Steps of the warm-up."""
+        """Steps in the warm-up."""
         return self.warmup_steps or round(self.warmup_share * self.steps)
 
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that decides a run's result, but for the data."""
+    """Everything that decides a run's result except the data."""
 
     model: ModelConfig
     train: TrainConfig
@@ -394,89 +397,92 @@ class Config:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How a run is carried out: what may change when it is resumed, because it does not change its result."""
+    """How a run is carried out: what may change when it is resumed, because it does not affect the result."""
 
     save_every: int | None = None
-    """Save a checkpoint every so many steps, beside those of --save-minutes."""
+    """Save a checkpoint every N steps, in addition to --save-minutes."""
     save_minutes: float = 10.0
-    """Save a checkpoint when the last is so old; the best evaluation and the last step are always saved."""
+    """Save a checkpoint after this many minutes; the best evaluation and the last step are always saved."""
     keep: int = 2
-    """How many of the latest checkpoints stay, beside the best one."""
+    """How many of the latest checkpoints to keep, besides the best one."""
     until: int | None = None
-    """Stop after this step, with a checkpoint; the schedule is that of the whole run, to be resumed later."""
+    """Stop after this step, with a checkpoint; the schedule remains that of the whole run, to be resumed."""
     log_every: int = 1
-    """Steps from one line of metrics.jsonl to the next."""
+    """Steps between lines of metrics.jsonl."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """At a loss or gradient that is not finite: stop, or leave the step out and count it."""
+    """If a loss or gradient is not finite: stop, or skip the step and count it."""
     recompute: bool = False
-    """Compute each layer again in the backward pass instead of keeping what it needs: long sequences fit."""
+    """Recompute each layer in the backward pass instead of keeping what it needs, so that long sequences
+    fit."""
     compile: bool = False
     """Compile the layers with torch.compile."""
     shard: bool = False
-    """Under torchrun, share the weights out over the processes (FSDP2) instead of copying them (DDP)."""
+    """Under torchrun, shard the weights across the processes (FSDP2) instead of copying them (DDP)."""
     device: str | None = None
-    """Such as cpu or cuda; the GPU when there is one."""
+    """A device such as cpu or cuda. Default: the GPU if there is one."""
     track: tuple[str, ...] = ()
-    """Where metrics go as well: tensorboard, wandb, trackio."""
+    """Further places to log metrics: tensorboard, wandb, trackio."""
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "save_every", "keep", "log_every", "until")
         if not 0 < self.save_minutes < math.inf:
-            raise HeadgateError(f"save_minutes={self.save_minutes} must be above 0, and finite")
+            raise HeadgateError(f"save_minutes={self.save_minutes} must be above 0 and finite")
 
 
 @dataclass(frozen=True)
 class StudyOptions:
-    """Under which conditions a study compares its variants."""
+    """The conditions under which a study compares its variants."""
 
     recipe: str = "tiny"
     """A recipe such as tiny, or a config.json."""
     seeds: str = "3"
-    """How many; each trains every variant. 4..12 looks at the results after 4, 8 and 12 seeds and trains no
-    further seed of what it has shown by then."""
+    """How many seeds; each trains every variant. 4..12 looks at the results after 4, 8 and 12 seeds, and
+    trains no more seeds of a variant once its verdict is clear."""
     tune: int = 0
-    """Trials for each variant over --space, on seeds that judge nothing; 0 leaves all as published."""
+    """Trials for each variant over --space, on seeds that are not judged; 0 keeps all as published."""
     space: str = ""
-    """What to tune, as in train.learning_rate=1e-3..1e-2,model.rope_theta=[100,10000]; when absent learning
-    rate, attention_output_rate and rope_theta around the recipe's, and what a mechanism declares."""
+    """What to tune, as in train.learning_rate=1e-3..1e-2, or among choices, as in
+    model.rope_theta=[100,10000]; separate several by commas. Default: learning rate, attention_output_rate
+    and rope_theta around the recipe's values, and what a mechanism declares."""
     published: bool = True
-    """With --tune: also judge all variants as published."""
+    """Judge all variants as published too, beside what --tune makes of them."""
     ladder: str = ""
-    """Multiples of the budget to train the baseline at as well, as in 0.25,1,4, so that a difference has a
-    price in compute."""
+    """Multiples of the budget at which the baseline is trained too, as in 0.25,1,4, so that a difference can
+    be priced in compute."""
     ladder_variants: bool = False
-    """Train the other variants at those budgets too, to see the trend of their differences."""
+    """Also train the other variants at those budgets, to see how their differences change."""
     controls: bool = True
-    """Train two controls as well, no attention and a short window, to see what the study can tell."""
+    """Train two controls, no attention and a short window, which show what the study can tell."""
     budget: Literal["tokens", "seconds"] = "tokens"
     """What is equal for all: the tokens of a run, or its seconds as measured before training."""
     jobs: int | None = None
-    """Runs at once; as many as there are cores for when absent."""
+    """Runs at once. Default: as many as the cores allow."""
     threads: int = 1
-    """Threads of each run."""
+    """Threads per run."""
     lengths: str = ""
-    """Context lengths to measure cost at, as in 1024,4096; when absent 1, 4 and 16 times that of training."""
+    """Context lengths to measure cost at, as in 1024,4096. Default: 1, 4 and 16 times the training
+    context."""
     cost: bool = True
-    """Measure speed, memory and decoding, apart from training."""
+    """Measure speed, memory and decoding, separately from training."""
     cost_seconds: float = 1.0
-    """About how long a variant's speed is measured at a length, within 5 to 20 rounds."""
+    """Roughly how long a variant's speed is measured at each length, within 5 to 20 rounds."""
     dry_run: bool = False
-    """Print the runs, tokens and hours to expect, and start nothing."""
+    """Print the expected runs, tokens and hours, and start nothing."""
     claims: str | None = None
-    """A JSON file of what a paper claims, to show beside what is measured; docs/comparing.md has the form."""
+    """A JSON file of a paper's claims, to show beside what is measured; docs/comparing.md has the format."""
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "jobs", "threads")
         require_at_least(self, 0, "tune")
         if self.tune == 1:
-            raise HeadgateError("tune=1 is a single trial, the recipe as it stands; give 2 or more, or 0")
+            raise HeadgateError("tune=1 is a single trial, the recipe as it is; give 2 or more, or 0")
         if self.ladder_variants and not self.ladder:
             raise HeadgateError("--ladder-variants needs a ladder of budgets; give --ladder 0.25,1,4 as well")
         if not self.tune and (self.space or not self.published):
             raise HeadgateError("--space and --no-published are for tuning; give --tune N as well")
         parse_seeds(self.seeds)
         if not 0 < self.cost_seconds < math.inf:
-            raise HeadgateError(f"cost_seconds={self.cost_seconds} is no time to measure; give some above 0")
+            raise HeadgateError(f"cost_seconds={self.cost_seconds} is no time to measure; it must be above 0")
         parse_lengths(self.lengths)
 
 
@@ -485,17 +491,18 @@ class SuiteOptions:
     """How the suite compares mechanisms."""
 
     tasks: str = ""
-    """Tasks, separated by spaces, with options unlike the suite's: 'mqar markov:order=2'. Default: all."""
+    """Tasks, separated by spaces, with options that differ from the suite's: 'mqar markov:order=2'.
+    Default: all."""
     rates: str = "0.003,0.01,0.03"
-    """Learning rates that every variant is tried at; a single one needs no tuning."""
+    """Learning rates to try for every variant; with a single one there is no tuning."""
     tuning_seeds: int = 1
     """Runs at each learning rate."""
     seeds: int = 2
-    """Fresh runs at the best one, which are judged."""
+    """Fresh runs at the best learning rate, which are judged."""
     quick: bool = False
     """A few tasks, two learning rates: two mechanisms in under ten minutes on two cores."""
     jobs: int | None = None
-    """Runs at once; as many as there are cores when absent."""
+    """Runs at once. Default: as many as there are cores."""
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "tuning_seeds", "seeds", "jobs")
@@ -507,44 +514,48 @@ class SuiteOptions:
         except ValueError:
             rates = ()
         if not rates or not all(0 < rate < math.inf for rate in rates) or len(set(rates)) < len(rates):
-            raise HeadgateError(f"rates={self.rates!r} are not different numbers above 0; write 0.003,0.01")
+            raise HeadgateError(f"rates={self.rates!r} must be different numbers above 0; write 0.003,0.01")
         return rates[:2] if self.quick and self.rates == SuiteOptions.rates else rates
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Where the runs of a study are carried out: what does not change its results."""
+    """Where the runs of a study are carried out, which does not change its results."""
 
     on: Literal["local", "slurm", "ray"] = "local"
-    """This machine, or a cluster; there the runs go on when this command ends, and the same command, here or
-    elsewhere, takes them up again."""
+    """This machine or a cluster; on a cluster the runs continue when this command ends, and the same command,
+    here or elsewhere, picks them up again."""
     processes: int = 1
-    """Processes of each run, one for each of its GPUs, started by torchrun on every node."""
+    """Processes per run, one for each of its GPUs, started by torchrun on every node."""
     nodes: int = 1
-    """Nodes of each run; Slurm alone."""
+    """Nodes per run, on Slurm or Ray."""
+    shard: bool = False
+    """Split the weights of each run across its processes (FSDP2), for models too large for one GPU."""
     slurm: str = ""
-    """Settings of Slurm's jobs as sbatch calls them, as in partition=gpu,gpus=1,time=120."""
+    """Settings for Slurm's jobs by their sbatch names, as in partition=gpu,gpus=1,time=120."""
     ray: str = ""
-    """Resources of each run on Ray, as in num_gpus=1,num_cpus=8."""
+    """Resources for each run on Ray, on each of its nodes, as in num_gpus=1,num_cpus=8."""
     ray_address: str = "auto"
-    """Where the Ray cluster is."""
+    """The address of the Ray cluster."""
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "processes", "nodes")
         engine_settings(self.slurm, "--slurm")
         for name, value in engine_settings(self.ray, "--ray").items():
             if not re.fullmatch(r"\d+(\.\d+)?", value):
-                raise HeadgateError(f"--ray {name}={value} is no amount; write a number of at least 0")
+                raise HeadgateError(f"--ray {name}={value} is not an amount; write a number of at least 0")
         given = {"slurm": self.slurm, "ray": self.ray}
         given["ray-address"] = "" if self.ray_address == EngineOptions.ray_address else self.ray_address
         for option, text in given.items():
             engine = option.partition("-")[0]
             if text and self.on != engine:
-                raise HeadgateError(f"--{option} {text!r} is for --on {engine}, and --on is {self.on}")
+                raise HeadgateError(f"--{option} {text!r} is for --on {engine}, but --on is {self.on}")
         if not self.ray_address.strip():
             raise HeadgateError("--ray-address is empty; give the cluster's address, or auto")
-        if self.nodes > 1 and self.on != "slurm":
-            raise HeadgateError(f"--nodes {self.nodes} needs --on slurm, and --on is {self.on}")
+        if self.nodes > 1 and self.on == "local":
+            raise HeadgateError(f"--nodes {self.nodes} needs --on slurm or --on ray, but --on is local")
+        if self.shard and self.nodes * self.processes == 1:
+            raise HeadgateError("--shard splits the weights across processes; give --processes or --nodes")
 
 
 def engine_settings(text: str, option: str) -> dict[str, str]:
@@ -563,7 +574,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], where: str = 
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             found += differences(old, new, path)
         elif old != new:
-            found.append(f"{path}={json.dumps(old)} and not {json.dumps(new)}")
+            found.append(f"{path}={json.dumps(old)}, not {json.dumps(new)}")
     return found
 
 
@@ -571,16 +582,21 @@ def check_heads(n_heads: int, n_kv_heads: int) -> None:
     if n_kv_heads < 1 or n_heads % n_kv_heads:
         raise HeadgateError(
             f"n_heads={n_heads} is not a multiple of n_kv_heads={n_kv_heads}; "
-            "every key head must serve equally many query heads"
+            "every key head must serve the same number of query heads"
         )
 
 
 def require_at_least(config: object, least: float, *names: str) -> None:
-    """Raise unless each named field is at least `least`; a field that is None is not judged."""
+    """Raise unless each named field is at least `least`; a field that is None is skipped."""
     for name in names:
         value = getattr(config, name)
         if value is not None and not value >= least:
             raise HeadgateError(f"{name}={value} is too small; it must be at least {least}")
+
+
+def require_at_most(name: str, value: int, most: int) -> None:
+    if value > most:
+        raise HeadgateError(f"{name}={value} is too large; it must be at most {most:,}")
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -620,14 +636,14 @@ def load(cls: type[T], path: str | os.PathLike[str]) -> T:
 
 
 def save(config: Any, path: str | os.PathLike[str], *, seal: bool = False) -> None:
-    """Write a config as JSON, whole or not at all; sealed, it is not meant to be edited, and `load` refuses
-    one that was."""
+    """Write a config as JSON, whole or not at all; if sealed, it is not meant to be edited, and `load`
+    refuses it if it was."""
     values = to_dict(config)
     files.write_json(path, files.sealed(values) if seal else values)
 
 
 def as_overrides(config: Any) -> list[str]:
-    """Every setting of a config, as `override` takes it."""
+    """Every setting of a config, in the form that `override` takes."""
     lines = []
 
     def add(values: Mapping[str, Any], before: str) -> None:
@@ -643,7 +659,8 @@ def as_overrides(config: Any) -> list[str]:
 
 
 def override(config: T, assignments: Iterable[str]) -> T:
-    """A copy with assignments applied, such as `model.d_model=256`; a value is read as JSON, else as text."""
+    """A copy with assignments applied, such as `model.d_model=256`; a value is read as JSON or else as
+    text."""
     values = to_dict(config)
     for assignment in assignments:
         path, equals, text = assignment.partition("=")
@@ -674,7 +691,7 @@ def _child(node: dict[str, Any], key: str, where: str) -> dict[str, Any]:
 
 
 def _is_options(where: str) -> bool:
-    """Options are open dictionaries here: the mechanism that takes them judges their names."""
+    """Options are open dictionaries here: the mechanism that takes them checks their names."""
     return where.endswith("options")
 
 
@@ -685,7 +702,7 @@ def _join(where: str, key: str) -> str:
 def _literal(text: str) -> Any:
     try:
         return json.loads(text)
-    except (ValueError, RecursionError):  # no JSON, a number of too many digits, or nested too deep
+    except (ValueError, RecursionError):  # not JSON, a number with too many digits, or nested too deeply
         return text.strip()
 
 
@@ -694,7 +711,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise HeadgateError(f"key {twice!r} stands twice in one JSON object; keep one of them")
+        raise HeadgateError(f"key {twice!r} appears twice in one JSON object; keep one of them")
     return result
 
 
@@ -709,7 +726,7 @@ def _plain(value: Any) -> Any:
 
 
 def _read_patterns(value: Any, *, load_files: bool) -> Any:
-    """Mechanisms written as text, alone or in a list, as specs; anything else as it is."""
+    """Mechanisms written as text, alone or in a list, become specs; anything else is returned as it is."""
     items = value if isinstance(value, (list, tuple)) else [value]
     read: list[Any] = []
     for item in items:
@@ -718,7 +735,7 @@ def _read_patterns(value: Any, *, load_files: bool) -> Any:
 
 
 def _checked(value: Any, hint: Any, where: str) -> Any:
-    """`value` as the type `hint` asks for, or an error that names `where`."""
+    """`value` as the type that `hint` asks for, or an error that names `where`."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return value
@@ -760,7 +777,11 @@ def _checked(value: Any, hint: Any, where: str) -> Any:
     elif isinstance(value, hint) and isinstance(value, bool) == (hint is bool):
         return value
     expected = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(hint)
-    if expected is None:
-        expected = "an object of settings" if dataclasses.is_dataclass(hint) else str(hint)
+    if dataclasses.is_dataclass(hint) or origin in (Mapping, dict):
+        expected = "an object of settings"
+    elif origin is tuple:
+        expected = f"a list of {len(arguments)}"
+    elif origin is Literal:
+        expected = f"one of {', '.join(map(str, arguments))}"
     shown = repr(value) if len(repr(value)) < 200 else f"{repr(value)[:200]}..."
-    raise HeadgateError(f"{where}={shown} is a {type(value).__name__}; expected {expected}")
+    raise HeadgateError(f"{where}={shown} is not {expected}")

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 class HeadgateError(ValueError):
     """Bad input, in one sentence: the value given, what was expected, what to do.
 
-    The command line prints it and leaves with exit code 2; anything else is a bug and keeps its traceback.
+    The command line prints it and exits with code 2; anything else is a bug and keeps its traceback.
     """
 
 

@@ -1,9 +1,9 @@
-"""Files that are whole or absent, and folders that one process at a time works in.
+"""Files that are whole or absent, and folders that one process works in at a time.
 
-A folder may have come from somebody else, with a link or a pipe where a file of ours should be. So no file is
-written through a link inside such a folder: a new file takes the place of whatever stood under its name, and
-a file that is added to must be a plain one. Reading follows links, since data and models are often kept
-behind them, but never waits for a pipe.
+A folder may come from somebody else, with a link or a pipe where one of our files should be. So nothing is
+written through a link inside such a folder: a new file replaces whatever had its name, and a file that is
+appended to must be a plain one. Reading follows links, since data and models are often kept behind them, but
+never waits for a pipe.
 """
 
 import io
@@ -24,21 +24,21 @@ from headgate.errors import HeadgateError
 AnyPath = str | os.PathLike[str]
 _PLAIN = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 _AT_ONCE = getattr(os, "O_NONBLOCK", 0)
-"""Opening a pipe would otherwise wait for its other end."""
+"""Without it, opening a pipe would wait for its other end."""
 KINDS = ((stat.S_ISLNK, "a link"), (stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"))
 SEAL = "digest"
-"""The key of a sealed JSON object that holds the digest of all others."""
+"""The key of a sealed JSON object that holds the digest of all the others."""
 
 
 def named(path: AnyPath, what: str) -> Path:
-    """A path that was given for `what`; an empty one, such as a variable that is not set, is refused."""
+    """A path that was given for `what`; an empty one, for example from an unset variable, is refused."""
     if not os.fspath(path).strip():
-        raise HeadgateError(f"{what} is an empty name; give a path (. is the current folder)")
+        raise HeadgateError(f"{what} is empty; give a path (. is the current folder)")
     return Path(path)
 
 
 def kind(path: AnyPath, *, follow: bool = True) -> str:
-    """What stands at a path, for a sentence that goes `path is ...`; empty for a plain file."""
+    """What is at a path, for a sentence of the form `path is ...`; empty for a plain file."""
     try:
         mode = (os.stat if follow else os.lstat)(path).st_mode
     except FileNotFoundError:
@@ -49,8 +49,8 @@ def kind(path: AnyPath, *, follow: bool = True) -> str:
 
 
 def is_missing(path: AnyPath) -> bool:
-    """Whether nothing at all stands at a path; what is there and no file is for whoever reads it to
-    refuse."""
+    """Whether there is nothing at all at a path; something that is not a file is refused by whoever reads
+    it."""
     return not os.path.lexists(path)
 
 
@@ -61,25 +61,25 @@ def _kind(mode: int) -> str:
 
 
 def open_new(path: AnyPath) -> io.BufferedWriter:
-    """A new file to write; what stood under its name is removed, and of a link the link alone."""
+    """A new file to write; whatever had its name is removed (for a link, only the link)."""
     Path(path).unlink(missing_ok=True)
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _PLAIN, 0o666), "wb")
 
 
 def open_own(path: AnyPath) -> io.FileIO:
-    """A file of ours to read and to add to, made if it is missing; nothing in it is cut off.
+    """A file of ours to read and append to, created if missing; its contents are kept.
 
-    A link, a pipe, or a file that is known under a second name too is refused: it may be somebody else's.
+    A link, a pipe, or a file with a second name is refused: it may be somebody else's.
     """
     found = kind(path, follow=False)
     if found not in ("", "missing"):
-        raise HeadgateError(f"{str(path)!r} is {found}; expected a file of its own: remove it")
+        raise HeadgateError(f"{str(path)!r} is {found}; expected a plain file: remove it")
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | _AT_ONCE | _PLAIN, 0o666)
     try:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
             words = _kind(status.st_mode) or "known under a second name (a hard link)"
-            raise HeadgateError(f"{str(path)!r} is {words}; expected a file of its own: put a copy there")
+            raise HeadgateError(f"{str(path)!r} is {words}; expected a file with one name: put a copy there")
         return os.fdopen(handle, "a+b", buffering=0)
     except BaseException:
         os.close(handle)
@@ -87,28 +87,28 @@ def open_own(path: AnyPath) -> io.FileIO:
 
 
 def own_folder(path: Path) -> Path:
-    """A folder inside one of ours, made if it is missing; a link in its place is refused."""
+    """A folder inside one of ours, created if missing; a link in its place is refused."""
     with suppress(FileExistsError):
         path.mkdir()
     found = kind(path, follow=False)
     if found != "a folder":
-        raise HeadgateError(f"{str(path)!r} is {found or 'a file'}; expected a folder of its own: remove it")
+        raise HeadgateError(f"{str(path)!r} is {found or 'a file'}; expected a real folder: remove it")
     return path
 
 
 def own_place(base: Path, path: Path) -> Path:
-    """A place for a folder below one of ours: those between are made if they are missing, and none may be a
-    link, nor may what stands at the path."""
+    """A place for a folder below one of ours: folders in between are created if missing, and neither they nor
+    the path itself may be a link."""
     for parent in reversed(list(path.relative_to(base).parents)[:-1]):
         own_folder(base / parent)
     found = kind(path, follow=False)
     if found not in ("missing", "a folder"):
-        raise HeadgateError(f"{str(path)!r} is {found or 'a file'}; expected a folder of its own: remove it")
+        raise HeadgateError(f"{str(path)!r} is {found or 'a file'}; expected a real folder: remove it")
     return path
 
 
 def open_to_read(path: AnyPath) -> io.BufferedReader:
-    """A plain file, or a link to one; anything else is refused, and a pipe without waiting for it."""
+    """A plain file, or a link to one; anything else is refused, a pipe without waiting for it."""
     try:
         handle = os.open(path, os.O_RDONLY | _AT_ONCE | getattr(os, "O_BINARY", 0))
     except OSError as error:
@@ -131,7 +131,7 @@ def read_text(path: AnyPath) -> str:
 
 
 def read_json(path: AnyPath, **hooks: Any) -> dict[str, Any]:
-    """The JSON object in a file; whatever else it holds is an error that names the file."""
+    """The JSON object in a file; anything else is an error that names the file."""
     text = read_text(path)
     try:
         values = json.loads(text, **hooks)
@@ -140,8 +140,8 @@ def read_json(path: AnyPath, **hooks: Any) -> dict[str, Any]:
     except HeadgateError as error:
         raise HeadgateError(f"{str(path)!r}: {error}") from error
     except RecursionError as error:
-        raise HeadgateError(f"{str(path)!r} is nested too deep to be read") from error
-    except ValueError as error:  # a number of too many digits
+        raise HeadgateError(f"{str(path)!r} is nested too deeply to be read") from error
+    except ValueError as error:  # a number with too many digits
         raise HeadgateError(f"{str(path)!r} is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise HeadgateError(f"{str(path)!r} holds a {type(values).__name__}; expected a JSON object")
@@ -149,7 +149,7 @@ def read_json(path: AnyPath, **hooks: Any) -> dict[str, Any]:
 
 
 def write_text(path: AnyPath, text: str) -> None:
-    """Write a file under a temporary name, flush it to the disk, then rename it into place."""
+    """Write a file under a temporary name, flush it to disk, then rename it into place."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with naming(path):
@@ -164,16 +164,16 @@ def write_text(path: AnyPath, text: str) -> None:
 
 
 def write_all(file: io.FileIO, data: bytes | memoryview) -> None:
-    """Write to a file without a buffer, which takes only a part at a time where the disk is nearly full."""
+    """Write to an unbuffered file, which accepts only part of the data when the disk is nearly full."""
     while data:
         data = data[file.write(data) :]
 
 
 def require_writable(path: AnyPath) -> None:
-    """Raise, before long work, unless a file can be written at a path; nothing stays there."""
+    """Raise, before long work, unless a file can be written at a path; nothing is left there."""
     path = Path(path)
     if not path.absolute().parent.is_dir():
-        raise HeadgateError(f"{str(path)!r} lies in no existing folder; make it first")
+        raise HeadgateError(f"{str(path)!r} is in a folder that does not exist; make it first")
     if kind(path) not in ("", "missing"):
         raise HeadgateError(f"{str(path)!r} is {kind(path)}; expected a file to write")
     probe = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -189,7 +189,7 @@ def write_json(path: AnyPath, values: Any) -> None:
 
 @contextmanager
 def naming(path: AnyPath) -> Iterator[None]:
-    """Whatever fails inside says that it was this file: a full disk does not name one."""
+    """Make anything that fails inside name this file: a full disk does not name one."""
     try:
         yield
     except OSError as error:
@@ -198,7 +198,7 @@ def naming(path: AnyPath) -> Iterator[None]:
 
 
 def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The object with a digest of itself, by which damage is noticed."""
+    """The object with a digest of itself, which reveals damage."""
     assert SEAL not in values
     return {**values, SEAL: _digest(values)}
 
@@ -216,8 +216,8 @@ def write_sealed(path: AnyPath, values: Mapping[str, Any]) -> None:
 
 
 def read_sealed(path: AnyPath, *, always: bool = False, **hooks: Any) -> dict[str, Any]:
-    """A JSON object that was sealed; one without a digest is of an earlier version or written by hand, and
-    with `always` damaged."""
+    """A JSON object that was sealed; one without a digest is from an earlier version or written by hand, and
+    counts as damaged with `always`."""
     values = read_json(path, **({"parse_constant": _refuse_constant} | hooks))
     if always and SEAL not in values:
         raise HeadgateError(f"{str(path)!r} is damaged: it has no digest")
@@ -225,16 +225,16 @@ def read_sealed(path: AnyPath, *, always: bool = False, **hooks: Any) -> dict[st
 
 
 def _refuse_constant(name: str) -> None:
-    raise HeadgateError(f"it holds {name}, which is no number")
+    raise HeadgateError(f"it holds {name}, which is not a number")
 
 
 def _digest(values: Mapping[str, Any]) -> str:
-    as_read = json.loads(json.dumps(values))  # where every key is text, and sorts as such
+    as_read = json.loads(json.dumps(values))  # so that every key is text, and sorts as such
     return xxhash.xxh3_128_hexdigest(json.dumps(as_read, sort_keys=True).encode())
 
 
 def finite(value: Any) -> Any:
-    """For JSON, which knows no NaN: plain values with None where a number is not finite."""
+    """For JSON, which has no NaN: plain values with None in place of numbers that are not finite."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -246,8 +246,8 @@ def finite(value: Any) -> Any:
 def locked(folder: Path, doing: str) -> Iterator[None]:
     """Keep every other process out of a folder while it is being `doing`.
 
-    The folder is made if it is missing, and removed again if nothing is left in it. The lock belongs to this
-    process and ends with it, however it ends; the file that carries it means nothing by itself.
+    The folder is created if missing, and removed again if it ends up empty. The lock belongs to this process
+    and ends with it, however it ends; the file that carries it means nothing by itself.
     """
     made = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
     try:
@@ -271,7 +271,7 @@ def locked(folder: Path, doing: str) -> Iterator[None]:
                     if sys.platform != "win32":
                         path.unlink(missing_ok=True)
             if sys.platform == "win32":
-                with suppress(OSError):  # it removes no open file, so that of a next holder stays
+                with suppress(OSError):  # Windows removes no open file, so the next holder's stays
                     path.unlink()
             return
     finally:
@@ -281,7 +281,7 @@ def locked(folder: Path, doing: str) -> Iterator[None]:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether another process holds a folder's lock file; asked without writing."""
+    """Whether another process holds a folder's lock file, found out without writing."""
     if sys.platform == "win32":
         return True  # whoever held it last removes it
     import fcntl
@@ -295,7 +295,7 @@ def is_locked(path: Path) -> bool:
 
 
 def _lock(file: io.FileIO) -> bool:
-    """Whether this process holds the file from now on."""
+    """Whether this process now holds the file."""
     try:
         if sys.platform == "win32":
             import msvcrt

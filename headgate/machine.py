@@ -1,6 +1,6 @@
-"""What this machine is and holds: cores, processor, memory, and how a process keeps its memory.
+"""What this machine is and has: cores, processor, memory, and how a process keeps its memory.
 
-Light to import: PyTorch is asked only inside, where it is loaded anyway.
+Light to import: PyTorch is used only inside functions, where it is loaded anyway.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ def memory() -> int:
 
 
 def processor() -> str:
-    """What the machine calls its processor, its cores, and the instruction set that PyTorch uses on it."""
+    """The processor's name, its cores, and the instruction set that PyTorch uses on it."""
     import torch
 
     try:
@@ -44,6 +44,18 @@ def processor() -> str:
         names = []
     name = names[0] if names else platform.processor() or platform.machine()
     return f"{name}, {os.cpu_count()} cores ({torch.backends.cpu.get_cpu_capability()})"
+
+
+def describe(device: "torch.device") -> dict[str, str | None]:
+    """What a run or a measurement on this device says about where it took place."""
+    import torch
+
+    return {
+        "system": platform.platform(),
+        "processor": processor(),
+        "device": str(device),
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+    }
 
 
 def memory_peak(device: "torch.device | None" = None) -> int:
@@ -65,7 +77,8 @@ def memory_peak(device: "torch.device | None" = None) -> int:
 class Peak:
     """The most memory that this process holds from now on, above what it holds now.
 
-    Where there is no /proc to ask, above the most that it has held: too little if loading took more.
+    Without /proc it is measured above the most that it has ever held, which is too little if loading took
+    more.
     """
 
     def __init__(self) -> None:
@@ -86,10 +99,10 @@ class Peak:
 
 @functools.cache
 def avoid_broken_tiles() -> bool:
-    """Tell oneDNN to do without matrix tiles (AMX) where they are announced and cannot be run; True if so.
+    """Make oneDNN do without matrix tiles (AMX) where they are announced but cannot run; True if so.
 
-    Some virtual machines do that, and PyTorch dies of its first product in bf16. A process of its own tries
-    one, only where there are tiles; oneDNN reads the variable when it is first used.
+    Some virtual machines are like that, and PyTorch crashes on its first bf16 product. A separate process
+    tries one, only if there are tiles; oneDNN reads the variable when it is first used.
     """
     if "ONEDNN_MAX_CPU_ISA" in os.environ or "amx_bf16" not in _cpu_flags():
         return False
@@ -115,18 +128,18 @@ def _cpu_flags() -> str:
 def keep_memory() -> bool:
     """Let glibc keep freed memory instead of returning it; False where that cannot be set.
 
-    A large tensor otherwise means fresh pages from the kernel at every step, each a page fault. To be called
-    once, when a process starts to train or to measure.
+    Otherwise a large tensor means fresh pages from the kernel at every step, each a page fault. Call it once,
+    when a process starts to train or measure.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if _LINUX else None
     if mallopt is None:
         return False
-    # -1 is "never": the largest number that fits would still return what lies above 2 GB.
+    # -1 means "never": the largest number that fits would still return anything above 2 GB.
     return bool(mallopt(_M_MMAP_THRESHOLD, 1 << 30)) and bool(mallopt(_M_TRIM_THRESHOLD, -1))
 
 
 def give_memory_back() -> None:
-    """Return freed memory to the system; glibc would keep what a long document or a tokenizer.json took."""
+    """Return freed memory to the system; glibc would keep what a long document or a tokenizer.json used."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if _LINUX else None
     if trim is not None:
         trim(0)

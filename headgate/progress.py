@@ -1,4 +1,4 @@
-"""What a person sees of long work: a live bar on a terminal, a plain line now and then elsewhere."""
+"""What a person sees of long work: a live bar on a terminal, an occasional plain line elsewhere."""
 
 import time
 from collections import deque
@@ -9,19 +9,19 @@ import rich.progress
 from rich.console import Console
 
 LIVE_SECONDS, PLAIN_SECONDS = 0.1, 30.0
-"""Seconds from one line to the next: on a terminal, and elsewhere."""
+"""Seconds between lines: on a terminal, and elsewhere."""
 LEAST_SHARE = 0.01
-"""Of the work, before the time that the rest will take is worth telling."""
+"""The share of the work after which the remaining time is worth showing."""
 REMEMBERED = 300
-"""Seconds over which speeds are taken."""
+"""Seconds over which speeds are averaged."""
 
 
 class Progress:
-    """How far the work is, how fast it goes and when it will end."""
+    """How far the work has come, how fast it goes and when it will end."""
 
     def __init__(self, total: float = 0, done: float = 0, *, shown: bool = True) -> None:
         self._console = Console(stderr=True, quiet=not shown, highlight=False, soft_wrap=True)
-        # No thread of its own: it would take time from the threads that compute.
+        # No thread of its own, which would take time from the threads that compute.
         self._bar = rich.progress.Progress(
             rich.progress.TextColumn("{task.description}"),
             rich.progress.BarColumn(),
@@ -35,7 +35,7 @@ class Progress:
         self.begin(total, done)
 
     def begin(self, total: float, done: float = 0) -> None:
-        """The work from here to `total`, of which an earlier process did `done`."""
+        """Start work up to `total`, of which an earlier process did `done`."""
         self._total = total
         self._shown = time.monotonic()
         self._samples: deque[tuple[float, float, dict[str, float]]] = deque(maxlen=REMEMBERED)
@@ -51,12 +51,12 @@ class Progress:
         self._bar.stop()
 
     def say(self, words: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         self._console.print(words, markup=False)
 
     def now(self, words: str) -> None:
-        """What is being done, of which nobody knows how long it takes: on a terminal in the line that moves,
-        elsewhere as a line now and then."""
+        """What is being done when nobody knows how long it takes: on a terminal in the live line, elsewhere
+        as an occasional line."""
         if self._console.is_terminal:
             self._bar.update(self._task, description=words, total=None)
             self._bar.refresh()
@@ -65,7 +65,7 @@ class Progress:
             self.say(words)
 
     def update(self, done: float, words: str, **counters: float) -> None:
-        """How much is done, in words too; of each counter, such as tokens, the speed is shown."""
+        """How much is done, also in words; for each counter, such as tokens, the speed is shown."""
         now = time.monotonic()
         if not self._samples or now - self._samples[-1][0] >= 1:
             self._samples.append((now, done, counters))
@@ -89,15 +89,36 @@ class Progress:
             self.say(f"{done / (self._total or 1):4.0%}  {', '.join(parts)}")
 
 
+DAY, YEAR = 86400, 365.25 * 86400
+
+
 def duration(seconds: float) -> str:
-    """A time in the unit that suits it: 350 ms, 12.5 s, 3.2 min, 5.1 h, 2.4 days."""
-    for unit, size, below in (("ms", 1e-3, 1), ("s", 1, 120), ("min", 60, 7200), ("h", 3600, 48 * 3600)):
-        if seconds < below:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 86400:.3g} days"
+    """A time in a suitable unit: 350 ms, 12.5 s, 3.2 min, 5.1 h, 2.4 days, 68 years."""
+    unit, size = _unit(seconds)
+    return f"{_figures(seconds / size)} {unit}"
+
+
+def duration_range(low: float, high: float) -> str:
+    """Two times in the unit that suits the longer, to the two figures an estimate has: 0.3 to 1.4 s."""
+    unit, size = _unit(high)
+    first, last = (
+        f"{seconds / size:.2g}" if seconds < 10 * size else f"{seconds / size:,.0f}"
+        for seconds in (low, high)
+    )
+    return f"{last} {unit}" if first == last else f"{first} to {last} {unit}"
+
+
+def _figures(number: float) -> str:
+    """Three figures, and all before the point."""
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
+
+
+def _unit(seconds: float) -> tuple[str, float]:
+    units = (("ms", 1e-3, 1), ("s", 1, 120), ("min", 60, 7200), ("h", 3600, 48 * 3600), ("days", DAY, YEAR))
+    return next(((unit, size) for unit, size, below in units if seconds < below), ("years", YEAR))
 
 
 def table_console(width: int = 200) -> Console:
-    """For tables: as wide as the terminal, or as `width` in a file, which has no edge to wrap at."""
+    """For tables: as wide as the terminal, or `width` in a file, which has no edge to wrap at."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=width)

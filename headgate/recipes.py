@@ -144,7 +144,7 @@ def paper_134m() -> Config:
 
 @recipe("paper-134m-context-adaptive", parameters=134_234_368)
 def paper_134m_context_adaptive() -> Config:
-    """The same model, trained as the context-adaptive paper says: 512 sequences a step by accumulation."""
+    """The same model, trained as the context-adaptive paper says: 512 sequences per step by accumulation."""
     base = paper_134m()
     train = replace(base.train, accumulation=16, steps=9_537, learning_rate=3e-4, betas=(0.9, 0.98))
     return replace(base, train=train)
@@ -152,7 +152,7 @@ def paper_134m_context_adaptive() -> Config:
 
 @recipe("paper-1.5b", parameters=1_543_664_128)
 def paper_1_5b() -> Config:
-    """The sizes and training that the dynamic-sparse paper lists: 1.5B parameters, not its 134M."""
+    """The sizes and training given in the dynamic-sparse paper: 1.5B parameters, not its stated 134M."""
     return Config(
         model=ModelConfig(
             vocab_size=151_936, d_model=1536, n_layers=28, n_heads=12, n_kv_heads=2, head_dim=128, d_mlp=8960

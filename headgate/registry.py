@@ -1,4 +1,4 @@
-"""Names for things that live one to a file: registered by decorator, found by scanning their package."""
+"""Names for things that live in one file each: registered by decorator, found by scanning their package."""
 
 import os
 import sys
@@ -12,14 +12,14 @@ from headgate.errors import HeadgateError, suggestion
 T = TypeVar("T")
 
 FROM_FILE = "headgate_file_"
-"""How the module of a file that is not installed is called, behind which its own name stands."""
+"""The prefix of the module name of a file that is not installed; the file's own name follows."""
 
 
 class Registry(Generic[T]):
     """Maps names to entries. A duplicate raises; a miss names the closest entry.
 
-    The first look-up scans three places: the modules of `package`, the entry points of the group of that
-    name, through which another distribution adds entries, and the files listed in the environment variable
+    The first lookup scans three places: the modules of `package`, the entry points in the group of that name,
+    through which other distributions add entries, and the files listed in the environment variable
     `files_variable`. `load_file` adds to that list, so that processes started from this one know the same
     names.
     """
@@ -35,7 +35,7 @@ class Registry(Generic[T]):
         def add(entry: T) -> T:
             if name in self._entries:
                 raise HeadgateError(
-                    f"{self.kind} {name!r} is registered already, by {self._entries[name]!r}; choose another"
+                    f"{self.kind} {name!r} is already registered, by {self._entries[name]!r}; choose another"
                 )
             self._entries[name] = entry
             return entry
@@ -58,7 +58,7 @@ class Registry(Generic[T]):
 
     @property
     def is_scanned(self) -> bool:
-        """Whether everything that has a name is imported already."""
+        """Whether everything that has a name has been imported."""
         return self._scanned
 
     def scan(self) -> None:
@@ -68,7 +68,7 @@ class Registry(Generic[T]):
         import pkgutil
 
         assert self.package is not None
-        self._scanned = True  # first: the modules imported below may ask for entries themselves
+        self._scanned = True  # first, because the modules imported below may ask for entries themselves
         for module in pkgutil.iter_modules(importlib.import_module(self.package).__path__):
             importlib.import_module(f"{self.package}.{module.name}")
         for entry_point in importlib.metadata.entry_points(group=self.package):
@@ -77,7 +77,7 @@ class Registry(Generic[T]):
             self.load_file(path)
 
     def load_file(self, path: str | os.PathLike[str]) -> list[str]:
-        """Run a Python file that registers entries; returns their names. A file runs once in a process."""
+        """Run a Python file that registers entries; returns their names. A file runs once per process."""
         self.scan()
         file = Path(path).expanduser().resolve()
         names = self._names_from(file)
@@ -100,7 +100,7 @@ class Registry(Generic[T]):
         return names
 
     def require_from_file(self, path: str, name: str) -> None:
-        """Load the file and make sure that the entry called `name` is its own."""
+        """Load the file and make sure that the entry called `name` comes from it."""
         names = self.load_file(path)
         if name not in names:
             known = (
@@ -156,12 +156,12 @@ def _where(error: BaseException, file: Path) -> str:
 MECHANISMS: Registry[Any] = Registry(
     "mechanism", package="headgate.mechanisms", files_variable="HEADGATE_MECHANISM_FILES"
 )
-"""Here, where PyTorch is not needed, so that a config can be read without it; `mechanisms.contract` gives the
-entries their type."""
+"""Defined here, where PyTorch is not needed, so that a config can be read without it; `mechanisms.contract`
+gives the entries their type."""
 
 
 def use_file(path: str | os.PathLike[str]) -> list[str]:
-    """Load the mechanisms of a Python file that is not installed; returns their names.
+    """Load the mechanisms in a Python file that is not installed; returns their names.
 
     Processes started from this one know them too, through the variable HEADGATE_MECHANISM_FILES.
     """

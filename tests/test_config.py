@@ -52,18 +52,18 @@ def test_overrides_reach_every_level() -> None:
         ("modle.d_model=256", "did you mean 'model'"),
         ("model.d_model.x=1", "single value"),
         ("model.d_model", "has no value"),
-        ("model.d_model=wide", "model.d_model='wide' is a str; expected a whole number"),
-        ("model.d_model=1.5", "expected a whole number"),
-        ("model.d_model=true", "expected a whole number"),
+        ("model.d_model=wide", "model.d_model='wide' is not a whole number"),
+        ("model.d_model=1.5", "is not a whole number"),
+        ("model.d_model=true", "is not a whole number"),
         ("model.d_model=0", "d_model=0 is too small"),
-        ("model.qk_norm=1", "expected true or false"),
+        ("model.qk_norm=1", "is not true or false"),
         ("model.head_dim=33", "head_dim=33 is odd"),
         ("model.n_kv_heads=3", "n_heads=4 is not a multiple of n_kv_heads=3"),
         ("model.mechanism=[]", "names no mechanism"),
         ("model.mechanism=local:window", "has no value"),
         ("train.schedule=cosin", "did you mean 'cosine'"),
         ("train.learning_rate=-1", "learning_rate=-1.0 must be above 0"),
-        ("train.betas=[1]", "expected"),
+        ("train.betas=[1]", "train.betas=[1] is not a list of 2"),
     ],
 )
 def test_bad_override_is_one_clear_sentence(assignment: str, words: str) -> None:
@@ -78,7 +78,7 @@ def test_bad_override_is_one_clear_sentence(assignment: str, words: str) -> None
     [
         ("{", "is not JSON: line 1"),
         ("[]", "holds a list; expected a JSON object"),
-        ('{"seed": 1, "seed": 2}', "'seed' stands twice"),
+        ('{"seed": 1, "seed": 2}', "'seed' appears twice"),
         ('{"seed": 1}', "'model' is missing"),
         (b"\xff\xfe", "is not UTF-8"),
     ],
@@ -115,7 +115,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> 
 def test_registry_refuses_duplicates_and_suggests() -> None:
     things: Registry[int] = Registry("thing")
     things.register("one")(1)
-    with pytest.raises(HeadgateError, match="thing 'one' is registered already"):
+    with pytest.raises(HeadgateError, match="thing 'one' is already registered"):
         things.register("one")(2)
     with pytest.raises(HeadgateError, match="unknown thing 'onee'; did you mean 'one'"):
         things.get("onee")

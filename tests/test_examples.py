@@ -96,6 +96,6 @@ def test_the_ops_by_themselves(capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 8, 100, 64), torch.randn(2, 2, 100, 64), torch.randn(2, 2, 100, 64)
     assert torch.allclose(out, ops.window_attention(q, k, v, 16, backend="reference"), rtol=0, atol=1e-5)
-    told = capsys.readouterr().out
-    assert "span_attention takes the path" in told
-    assert float(told.split()[-1]) < 1e-5
+    printed = capsys.readouterr().out
+    assert "span_attention takes the path" in printed
+    assert float(printed.split()[-1]) < 1e-5

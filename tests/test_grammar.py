@@ -185,7 +185,7 @@ def test_a_mistake_is_one_clear_sentence(text: str, words: str, mine: str) -> No
         ("def f(:\n", "cannot be imported: SyntaxError: invalid syntax, line 1"),
         ("import no_such_module\n", "ModuleNotFoundError: No module named 'no_such_module', line 1"),
         ("x = 1\n", "registers no mechanism 'mine'; decorate a class with @register(\"mine\")"),
-        (MINE.replace('register("mine")', 'register("full")'), "mechanism 'full' is registered already"),
+        (MINE.replace('register("mine")', 'register("full")'), "mechanism 'full' is already registered"),
         (MINE + "\nraise SystemExit(3)\n", "cannot be imported: SystemExit: 3"),
     ],
 )

@@ -614,8 +614,8 @@ SIZES = {"d_model": 24, "n_heads": 4, "head_dim": 16}
         ("local", {"window": -1}, "window=-1 is too small; it must be at least 0"),
         ("dynamic-sparse", {"window": -2}, "window=-2 is too small"),
         ("dynamic-sparse", {"dense_prefix": -1}, "dense_prefix=-1 is too small; it must be at least 0"),
-        ("local", {"window": 2.5}, "window=2.5 is a float; expected a whole number"),
-        ("local", {"window": None}, "window=None is a NoneType; expected a whole number"),
+        ("local", {"window": 2.5}, "window=2.5 is not a whole number"),
+        ("local", {"window": None}, "window=None is not a whole number"),
         ("local", {"global_tokens": -1}, "global_tokens=-1 is too small"),
         ("head-gated", {"gate": "globl"}, "gate='globl' is not a choice; did you mean 'global'?"),
         ("context-adaptive", {"max_window": 8}, "max_window=8 is below window=256"),
@@ -667,7 +667,7 @@ def test_every_mechanism_stands_on_a_shelf() -> None:
         ],
         "own": ["near-far", "output-gated-example"],
     }
-    with pytest.raises(HeadgateError, match="'full' is registered already"):
+    with pytest.raises(HeadgateError, match="'full' is already registered"):
         headgate.mechanisms.register("full")(type("Another", (Mechanism,), {}))
 
 

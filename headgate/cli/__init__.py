@@ -1,4 +1,4 @@
-"""The command line: a file for each group of commands; whatever is heavy is imported inside them."""
+"""The command line: one file per group of commands; anything heavy is imported inside them."""
 
 from headgate.cli.entry import COMMANDS, main, run
 

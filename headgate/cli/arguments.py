@@ -1,7 +1,7 @@
 """From a command's words to its arguments: tyro parses, and what it refuses becomes one sentence.
 
-tyro draws a box of many lines around a mistake. Here parsing is kept apart from running the command, so that
-the box can be caught and said again in the way of all other errors, with the closest option.
+tyro draws a box of many lines around a mistake. Parsing is kept apart from running the command here, so that
+the box can be caught and rephrased like all other errors, with the closest option.
 """
 
 import dataclasses
@@ -19,12 +19,12 @@ from typing import Any
 from headgate.errors import HeadgateError, suggestion
 
 SETTING = re.compile(r"[a-z_]+(\.[a-z_]+)*=")
-"""A word such as train.steps=100; it may stand anywhere after the command."""
+"""A word such as train.steps=100; it may appear anywhere after the command."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """An option of a command, as its signature or a dataclass among its parameters has it."""
+    """An option of a command, from its signature or from a dataclass among its parameters."""
 
     flag: str
     hint: Any
@@ -41,7 +41,7 @@ class Option:
 
 
 def options(command: Callable[..., None]) -> dict[str, Option]:
-    """By flag; those that are on or off stand there as --name and --no-name."""
+    """Options by flag; those that are on or off appear as both --name and --no-name."""
     found = []
     hints = typing.get_type_hints(command)
     for name, parameter in inspect.signature(command).parameters.items():
@@ -106,9 +106,9 @@ def refuse_given(command: Callable[..., None], what: str, values: Mapping[str, A
 
 
 def _settings_last(words: Sequence[str], known: dict[str, Option]) -> list[str]:
-    """The words with the settings among them moved behind one --override, which takes any number.
+    """The words, with any settings among them moved behind one --override, which takes any number.
 
-    The word after an option that takes a value is that value, whatever it looks like.
+    The word after an option that takes a value is its value, whatever it looks like.
     """
     rest: list[str] = []
     settings: list[str] = []
@@ -128,7 +128,7 @@ def _settings_last(words: Sequence[str], known: dict[str, Option]) -> list[str]:
     given = [setting.partition("=")[0] for setting in settings]
     twice = next((name for name in given if given.count(name) > 1), None)
     if twice is not None:
-        raise HeadgateError(f"{twice} is set twice; keep one of them")
+        raise HeadgateError(f"{twice} is set twice; keep one")
     return [*rest, "--override", *settings] if settings else rest
 
 
@@ -142,13 +142,13 @@ def _refuse_twice(words: Sequence[str], known: dict[str, Option]) -> None:
     bare = [flag.replace("--no-", "--") if known[flag].hint is bool else flag for flag in given]
     twice = next((flag for flag in bare if bare.count(flag) > 1), None)
     if twice is not None:
-        raise HeadgateError(f"{twice} is given twice; keep one of them")
+        raise HeadgateError(f"{twice} is given twice; keep one")
 
 
 def _sentence(
     box: str, words: Sequence[str], name: str, known: dict[str, Option], needed: Sequence[str]
 ) -> str:
-    """What a box says, in one sentence; `needed` are the words that a command cannot do without."""
+    """What a box says, in one sentence; `needed` are the words that the command requires."""
     lines = [line.strip("╭╮╰╯│─ \t") for line in box.splitlines() if line.strip("╭╮╰╯│─- \t")]
     text = next((line for line in lines[1:] if line), "the words do not fit") if lines else box
     if found := re.match(r"Unrecognized options: (\S+?)(,|$)", text):

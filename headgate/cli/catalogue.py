@@ -1,4 +1,4 @@
-"""`headgate mechanisms` and `headgate recipes`: what is known, as a table, or one of them in full."""
+"""`headgate mechanisms` and `headgate recipes`: a table of all that are known, or one of them in full."""
 
 import ast
 import dataclasses
@@ -27,12 +27,12 @@ def mechanisms(name: str | None = None, /) -> None:
         from headgate.mechanisms.contract import make_options
 
         for spec in parse_mechanisms(name):
-            make_options(spec.name, spec.options)  # what no option can be is refused here as elsewhere
+            make_options(spec.name, spec.options)  # invalid options are refused here as elsewhere
             print_one(spec.name)
 
 
 def recipes(name: str | None = None, /) -> None:
-    """List the recipes, or show one with all its settings, as --override and bare words take them.
+    """List the recipes, or show one with all its settings, in the form that --override takes.
 
     Args:
         name: The recipe to show, such as tiny, or a config.json. Default: a table of all.
@@ -55,7 +55,7 @@ def recipes(name: str | None = None, /) -> None:
 
 
 def option_texts(options: "type[MechanismOptions]") -> dict[str, str]:
-    """The docstring that follows each field in the source, those of the base class included."""
+    """The docstring that follows each field in the source, including those of the base class."""
     texts: dict[str, str] = {}
     for cls in reversed(options.__mro__):
         if not dataclasses.is_dataclass(cls):
@@ -75,7 +75,7 @@ def option_texts(options: "type[MechanismOptions]") -> dict[str, str]:
 
 
 def print_all() -> None:
-    """The registry by shelf; those of your own come last."""
+    """The registry by shelf; mechanisms of your own come last."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

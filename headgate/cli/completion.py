@@ -1,4 +1,4 @@
-"""`headgate completion`: a script that makes a shell complete commands and options, made from them."""
+"""`headgate completion`: a script that makes a shell complete commands and options, generated from them."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""Commands that tell what things cost: bench measures here and now, plan looks ahead."""
+"""Commands about cost: bench measures here and now, plan predicts."""
 
 from pathlib import Path
 
@@ -30,20 +30,20 @@ def bench(
     Args:
         lengths: Sequence lengths to measure at, separated by commas.
         mechanisms: Mechanisms or ops to measure, such as local full window_attention; a pattern over the
-            layers is the sum of its parts. Default: all of them.
-        steps: Measure mechanisms in whole training steps and in decoding, recipe tiny, against full.
-        decoded_after: With --steps: the contexts after which tokens are decoded, separated by commas.
-        batch: Sequences at once.
+            layers counts as the sum of its parts. Default: all of them.
+        steps: Measure mechanisms in whole training steps and in decoding, with recipe tiny, against full.
+        decoded_after: With --steps, the context lengths after which tokens are decoded, separated by commas.
+        batch: Sequences per batch.
         heads: Query heads.
         kv_heads: Key and value heads. Default: as many as query heads.
         head_dim: Width of a head.
-        window: Window of everything that has one.
-        peers: Measure other packages too, where they are installed.
-        memory: Measure peak memory too, each case in a fresh process.
-        seconds: About how long to measure a case at a length, within 3 to 30 rounds.
+        window: Window of every op and mechanism that has one.
+        peers: Also measure other packages that are installed.
+        memory: Also measure peak memory, each case in a fresh process.
+        seconds: Roughly how long to measure each case at each length, within 3 to 30 rounds.
         threads: Threads to use. Default: PyTorch's choice.
         json: Write all figures to this file.
-        figure: Draw time against length into this .html, .png or .svg file.
+        figure: Plot time against length in this .html, .png or .svg file.
     """
     of_ops = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "window": window}
     if steps:
@@ -99,24 +99,24 @@ def plan(
     json: bool = False,
     override: tuple[str, ...] = (),
 ) -> None:
-    """Predict what a training run will take: work, memory by part, what fits a device, time and cost.
+    """Predict what a training run will take: work, memory by part, what fits on a device, time and cost.
 
     Args:
         recipe: A recipe such as paper-134m, or a config.json.
         mechanism: The mechanism of the layers, such as dynamic-sparse or local+full. Default: the recipe's.
-        context: Tokens of a sequence. Default: the recipe's. The number of steps is adjusted so that the run
-            sees as many tokens.
-        batch: Sequences of a pass over all devices. Default: the recipe's.
-        device: A100, 'A100 40GB', H100, H200, B200, MI300X, L40S, L4, 'RTX 4090', 'RTX 5090', or cpu for this
-            machine, which is measured now.
+        context: Tokens in a sequence; the number of steps is adjusted so that the run sees as many tokens.
+            Default: the recipe's.
+        batch: Sequences in a pass over all devices. Default: the recipe's.
+        device: A100, 'A100 40GB', H100, H200, B200, MI300X, L40S, L4, 'RTX 4090', 'RTX 5090', M4, 'M4 Max',
+            'M3 Ultra', or cpu for this machine, which is measured on the spot.
         count: Number of devices.
-        price: Price of one device for an hour, in your currency.
-        table: Compare several mechanisms over several context lengths.
-        mechanisms: The mechanisms of the table. Default: full attention and the four papers'.
-        contexts: The context lengths of the table, as in 2048,8192. Default: 1, 4 and 16 times the recipe's.
+        price: Price of one device per hour, in your currency.
+        table: Compare several mechanisms at several context lengths.
+        mechanisms: The mechanisms in the table. Default: full attention and the four papers'.
+        contexts: The context lengths in the table, as in 2048,8192. Default: 1, 4 and 16 times the recipe's.
         threads: CPU threads. Default: PyTorch's choice.
-        data: A folder written by `headgate prepare`: where documents are masked, attention's work is then
-            that of its documents. Default: as if each sequence were one document.
+        data: A folder written by `headgate prepare`; where documents are masked, attention's work is computed
+            from their lengths. Default: as if each sequence were one document.
         json: Print JSON instead of tables.
         override: Change a setting of the recipe, as in train.steps=100; can also be given as a bare word.
     """

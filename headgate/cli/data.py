@@ -24,20 +24,20 @@ def prepare(
     """Turn text into token shards, or verify the shards of a folder with --check.
 
     Args:
-        source: 'stdlib', a file, a folder, a glob, an address such as hf://datasets/HuggingFaceFW/fineweb, or
-            a synthetic task such as mqar:pairs=8,length=256; docs/tasks.md lists them.
+        source: 'stdlib', a file, a folder, a glob, a URL such as hf://datasets/HuggingFaceFW/fineweb, or a
+            synthetic task such as mqar:pairs=8,length=256; docs/tasks.md lists them.
         out: The folder to write. Run the same command again to continue an interrupted prepare.
         tokenizer: 'byte', 'bpe:N', a tokenizer.json, GPT-2's vocab.json and merges.txt, a folder that holds
-            one of them, or a name on the hub.
+            one of them, or a name on the Hugging Face Hub.
         text_column: The column or key that holds the text in parquet and JSON files.
-        splits: Shares of train, val and test.
-        dedup: Drop texts that occurred before.
+        splits: Shares of the train, val and test splits.
+        dedup: Drop repeated texts.
         max_tokens: Stop after the document that reaches this many tokens. Default: read the whole source.
         end_of_text: The token that closes each document. Default: the tokenizer's own.
-        separator: What stands between the documents of a .txt, .md or .py file, such as '\\n\\n'. Default: a
+        separator: The text between two documents of a .txt, .md or .py file, such as '\\n\\n'. Default: a
             file is one document.
-        workers: Threads that tokenise. Default: one for each core.
-        check: Verify every checksum and index of this folder; nothing is written.
+        workers: Threads that tokenise. Default: one per core.
+        check: Verify every checksum and index in this folder; nothing is written.
     """
     from headgate.data import prepare as data
     from headgate.data.shards import check_data
@@ -50,7 +50,9 @@ def prepare(
     for_text |= {"end_of_text": end_of_text, "separator": separator, "workers": workers}
     if check is not None:
         if source is not None:
-            raise HeadgateError(f"--check {check} takes no source, but {source!r} was given; leave it out")
+            raise HeadgateError(
+                f"--check {check} does not take a source, but {source!r} was given; leave it out"
+            )
         refuse_given(prepare, f"--check {check}", for_text | {"splits": splits})
         print_checked(check_data(check), check)
     elif source is None or out is None:
@@ -68,5 +70,5 @@ def prepare(
 
 
 def _written(separator: str | None) -> str | None:
-    r"""A separator with \n and \t for the characters that they stand for, which are hard to type."""
+    r"""A separator with \n and \t replaced by the characters they stand for, which are hard to type."""
     return separator and separator.replace("\\n", "\n").replace("\\t", "\t")

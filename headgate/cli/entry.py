@@ -1,7 +1,8 @@
-"""From the words of the command line to a command, and the overview of all of them."""
+"""From the command line's words to a command, and the overview of all commands."""
 
 import inspect
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 
 from headgate.cli.arguments import parse
@@ -47,10 +48,7 @@ def overview() -> str:
         "Does this attention mechanism beat plain attention, by how much, at what cost?",
         "",
         "commands:",
-        *(
-            f"  {name:<{width}}  {(inspect.getdoc(run) or '').splitlines()[0]}"
-            for name, run in COMMANDS.items()
-        ),
+        *(_summary(name, run, width) for name, run in COMMANDS.items()),
         "",
         "A mechanism is written the same everywhere:",
         "  local                   by name",
@@ -59,10 +57,17 @@ def overview() -> str:
         "  local+local+full        a pattern that repeats over the layers",
         "  ./mine.py:mine          from a Python file that is not installed",
         "",
-        "headgate COMMAND --help lists the options of a command. Every command also takes",
-        f"{FILE_OPTION} FILE, which loads the file of a mechanism that a saved run uses.",
+        "headgate COMMAND --help lists a command's options. Every command also takes",
+        f"{FILE_OPTION} FILE, which loads the file of a mechanism that a saved run",
+        "uses.",
     ]
     return "\n".join(lines)
+
+
+def _summary(name: str, run: Callable[..., None], width: int) -> str:
+    said = (inspect.getdoc(run) or "").splitlines()[0]
+    start, indent = f"  {name:<{width}}  ", " " * (width + 4)
+    return textwrap.fill(said, 80, initial_indent=start, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -81,7 +86,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def _use_files(words: Sequence[str]) -> list[str]:
-    """Load the files given with --mechanism-file; the words without them."""
+    """Load the files given with --mechanism-file; returns the other words."""
     rest, ahead = [], iter(words)
     for word in ahead:
         option, equals, path = word.partition("=")
@@ -90,7 +95,7 @@ def _use_files(words: Sequence[str]) -> list[str]:
             continue
         path = path if equals else next(ahead, "")
         if not path:
-            raise HeadgateError(f"{FILE_OPTION} names no file; write {FILE_OPTION} FILE.py")
+            raise HeadgateError(f"{FILE_OPTION} needs a file; write {FILE_OPTION} FILE.py")
         use_file(path)
     return rest
 

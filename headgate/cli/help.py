@@ -19,7 +19,7 @@ SECTION = re.compile(r"^(Args|Examples):\n", re.MULTILINE)
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """An argument as help shows it."""
+    """An argument as the help shows it."""
 
     usage: str
     text: str
@@ -44,7 +44,7 @@ def help_text(command: Callable[..., None], name: str) -> str:
 def _entries(
     command: Callable[..., None], texts: dict[str, str]
 ) -> tuple[list[Entry], list[Entry], list[Entry]]:
-    """The bare words of a command, its options, and those of them that it cannot do without."""
+    """A command's bare words, its options, and those options that it requires."""
     words, flags, needed = [], [], []
     hints = typing.get_type_hints(command)
     for parameter in inspect.signature(command).parameters.values():
@@ -68,7 +68,7 @@ def _entries(
 def _flag(name: str, hint: Any, text: str, default: Any) -> Entry:
     flag = f"--{name.replace('_', '-')}"
     if hint is bool:
-        return Entry(f"--no-{flag[2:]}" if default else flag, f"Do not {_lowered(text)}" if default else text)
+        return Entry(f"{flag}, --no-{flag[2:]}", f"{text} Default: on.") if default else Entry(flag, text)
     several = typing.get_origin(hint) is tuple
     if default not in (None, "", ()) and "Default:" not in text:
         text = f"{text} Default: {default}."
@@ -76,7 +76,7 @@ def _flag(name: str, hint: Any, text: str, default: Any) -> Entry:
 
 
 def _kind(hint: Any) -> str:
-    """What a value looks like, without its being absent."""
+    """What a value looks like when it is given."""
     if typing.get_origin(hint) is typing.Literal:
         return "|".join(map(str, typing.get_args(hint)))
     if typing.get_origin(hint) in (types.UnionType, typing.Union, tuple):
@@ -85,12 +85,8 @@ def _kind(hint: Any) -> str:
     return KINDS.get(hint, "VALUE")
 
 
-def _lowered(text: str) -> str:
-    return text[:1].lower() + text[1:]
-
-
 def _arguments(section: str) -> dict[str, str]:
-    """The texts of a docstring's Args by the names they belong to."""
+    """The texts of a docstring's Args, by argument name."""
     found: dict[str, str] = {}
     name = ""
     for line in textwrap.dedent(section).splitlines():

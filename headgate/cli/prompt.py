@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from headgate.data.tokenizers import Detokenizer, Tokenizer, make_tokenizer
 from headgate.errors import HeadgateError
 from headgate.model.decoder import Decoder, load
@@ -21,7 +23,7 @@ def open_model(
     tokenizer: str | None = None,
     end_of_text: str | None = None,
 ) -> tuple[Decoder, Tokenizer]:
-    """The decoder in a run folder, a checkpoint folder or a file, and the tokenizer beside it or of its
+    """The decoder in a run folder, a checkpoint folder or a file, and the tokenizer beside it or from its
     run."""
     path = Path(path)
     if not path.exists():
@@ -35,21 +37,29 @@ def open_model(
     words = make_tokenizer(name, end_of_text=end_of_text)
     if words.vocab_size > decoder.config.vocab_size:
         raise HeadgateError(
-            f"the tokenizer has {words.vocab_size:,} entries and the model {decoder.config.vocab_size:,}, so "
+            f"the tokenizer has {words.vocab_size:,} entries but the model {decoder.config.vocab_size:,}, so "
             "they do not belong together; give the model's own with --tokenizer"
         )
     return decoder, words
 
 
+def computing_dtype(device: torch.device, name: str | None) -> torch.dtype | None:
+    """The dtype of that name, or what a GPU computes fastest in; None leaves the weights as they are."""
+    if name is not None:
+        return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+    fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if fast else None
+
+
 def find_tokenizer(path: Path) -> Path:
-    """tokenizer.json in the folder, or above it when the folder is a checkpoint of a run."""
+    """tokenizer.json in the folder, or above it if the folder is a checkpoint of a run."""
     folder = path if path.is_dir() else path.parent
     above = folder.resolve().parent
     for home in (folder, *((above.parent,) if above.name == "checkpoints" else ())):
         if (home / "tokenizer.json").is_file():
             return home / "tokenizer.json"
     raise HeadgateError(
-        f"{str(path)!r} has no tokenizer.json with it, so it cannot read text; name one with --tokenizer"
+        f"{str(path)!r} has no tokenizer.json, so it cannot read text; name one with --tokenizer"
     )
 
 
@@ -79,11 +89,11 @@ def write(
     say: Callable[[str], object],
     **options: Any,
 ) -> str:
-    """Continue the prompt until the end of the text or `max_new_tokens`, handing the words to `say` as they
+    """Continue the prompt until the end of the text or `max_new_tokens`, passing the words to `say` as they
     come; returns a line about its speed."""
     tokens = tokenizer.encode([prompt])[0].tolist()
     if not tokens:
-        raise HeadgateError("the prompt is empty; give it at least a word, or - to read standard input")
+        raise HeadgateError("the prompt is empty; give at least one word, or - to read standard input")
     words, begun = Detokenizer(tokenizer), time.perf_counter()
     times: list[float] = []
 

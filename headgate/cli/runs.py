@@ -24,12 +24,12 @@ def train(
         recipe: A recipe such as 'tiny', or a config.json. Not needed to resume a run.
         out: The run folder.
         data: A folder written by `headgate prepare`. Not needed to resume a run.
-        mechanism: The mechanism of the layers, such as dynamic-sparse:window=64 or local+full.
-        init: Start from the weights in this folder, such as one written by `headgate convert`; the model is
-            then the folder's. A resumed run need not repeat it.
+        mechanism: The layers' mechanism, such as dynamic-sparse:window=64 or local+full.
+        init: Start from the weights in this folder, such as one written by `headgate convert`, with that
+            folder's model. A resumed run need not repeat it.
         override: Change a setting, as in train.steps=100; can also be given as a bare word.
     """
-    check_names([mechanism] if mechanism else [])
+    check_names([mechanism] if mechanism else [], recipe)
     from headgate.train.start import start
 
     stopped_by = start(recipe, override, out=out, data=data, mechanism=mechanism, init=init, options=options)
@@ -38,10 +38,10 @@ def train(
 
 
 def runs(folder: str = ".", /, *, json: bool = False) -> None:
-    """List the runs in a folder and the folders below it: what they train, how far they are, their loss.
+    """List the runs in a folder and below it: what they train, how far they have come, their loss.
 
     Args:
-        folder: The folder to look through, such as a study. Default: the current one.
+        folder: The folder to search, such as a study. Default: the current one.
         json: Print a JSON list instead of a table.
     """
     from headgate.train.listing import print_runs
@@ -66,15 +66,15 @@ def evaluate(
     """Evaluate a run on a split: loss, perplexity, bits per byte, loss by position, gates.
 
     Args:
-        run: The run folder; with --data and --context also any folder or file that holds a model.
+        run: The run folder; with --data and --context, any folder or file that holds a model.
         split: val, test or train.
         tokens: Use only this many tokens from the beginning of the split. Default: all.
         checkpoint: last, best, or a step.
-        data: The folder that holds the run's data now. Default: where it was in training.
-        context: Tokens of a sequence. Default: as in training.
+        data: The folder where the run's data is now, or other data. Default: where it was during training.
+        context: Tokens in a sequence. Default: as in training.
         device: A device such as cpu or cuda. Default: the GPU if there is one.
         skip_below: Gate thresholds to try: how much each skips in decoding, the time saved, the loss added.
-        by_document: Show the hardest and the easiest documents as well.
+        by_document: Also show the hardest and easiest documents.
         json: Print one JSON object instead of tables.
     """
     from headgate.train.evaluate import evaluate_run
@@ -112,32 +112,36 @@ def generate(
     tokenizer: str | None = None,
     end_of_text: str | None = None,
     device: str | None = None,
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None,
+    graphs: bool = False,
 ) -> None:
     """Continue a prompt with a trained model; the text is printed as it is generated.
 
     Args:
         run: A run folder, a checkpoint folder or a model file.
         prompt: The text to continue; - reads it from standard input.
-        max_new_tokens: Stop after this many tokens if the text has not ended before.
+        max_new_tokens: Stop after this many tokens if the text has not ended by then.
         temperature: Below 1 favours likely tokens; 0 always takes the likeliest.
-        top_k: Sample from the k likeliest tokens only.
+        top_k: Sample only from the k likeliest tokens.
         top_p: Sample from the likeliest tokens that together have this probability.
         min_p: Sample from tokens whose probability is at least this share of the likeliest token's.
-        repetition_penalty: Above 1 makes tokens that have occurred less likely.
-        seed: Seed of the random numbers; the same seed gives the same text.
+        repetition_penalty: Above 1 makes tokens that have already occurred less likely.
+        seed: Random seed; the same seed gives the same text.
         skip_below: Skip the computation behind gates below this value.
         checkpoint: For a run folder: last, best, or a step.
         tokenizer: A tokenizer.json, or a folder that holds one. Default: the run's own.
         end_of_text: The token that ends a text. Default: the tokenizer's own.
         device: A device such as cpu or cuda. Default: the GPU if there is one.
+        dtype: What to compute in. Default: bf16 on a GPU that has it, elsewhere as the weights are saved.
+        graphs: Record what lies between attentions as CUDA graphs, which start faster.
     """
-    from headgate.cli.prompt import open_model, read_prompt, write
+    from headgate.cli.prompt import computing_dtype, open_model, read_prompt, write
     from headgate.train.distributed import join
 
     with join(device) as world:
         decoder, words = open_model(run, which=checkpoint, tokenizer=tokenizer, end_of_text=end_of_text)
         summary = write(
-            decoder.to(world.device),
+            decoder.to(world.device, computing_dtype(world.device, dtype)),
             words,
             read_prompt(prompt),
             max_new_tokens,
@@ -149,6 +153,7 @@ def generate(
             repetition_penalty=repetition_penalty,
             seed=seed,
             skip_below=skip_below,
+            graphs=graphs,
         )
     print()
     print(summary, file=sys.stderr)
@@ -166,13 +171,13 @@ def convert(
     """Convert a Hugging Face Qwen, Llama or Mistral to headgate or back, or change a model's attention.
 
     Args:
-        source: A Hugging Face folder, a run folder, a checkpoint, or a .safetensors file of headgate.
+        source: A Hugging Face folder, a run folder, a checkpoint, or a headgate .safetensors file.
         out: The folder to write; it must be new or empty.
-        to: headgate, which transformers also reads once headgate.model.hf is imported; a family that needs no
-            headgate (qwen, llama, mistral); or, for gated attention, qwen3_5 or step3p5.
-        mechanism: The new mechanism of the layers, such as dynamic-sparse:window=512 or local+full. It starts
+        to: headgate, which transformers can also read once headgate.model.hf is imported; a family that works
+            without headgate (qwen, llama, mistral); or, for gated attention, qwen3_5 or step3p5.
+        mechanism: The layers' new mechanism, such as dynamic-sparse:window=512 or local+full. It starts
             as full attention where it can.
-        dtype: Type of the weights. Default: as in the source.
+        dtype: Data type of the weights. Default: as in the source.
     """
     from headgate.model.convert import convert
 

@@ -1,4 +1,4 @@
-"""The mechanisms that come with headgate, read from their source: lists and checks wait for no torch."""
+"""The mechanisms that come with headgate, read from their source, so that lists and checks need no torch."""
 
 import ast
 import inspect
@@ -11,6 +11,7 @@ from typing import Any
 
 from headgate.config import split_mechanisms
 from headgate.errors import HeadgateError, suggestion
+from headgate.recipes import named_config
 from headgate.registry import MECHANISMS
 
 OWN = "own"
@@ -19,7 +20,7 @@ OWN = "own"
 
 @dataclass(frozen=True)
 class Listed:
-    """What a list says of a mechanism."""
+    """What a list says about a mechanism."""
 
     summary: str
     shelf: str
@@ -27,8 +28,8 @@ class Listed:
 
 
 def listed() -> dict[str, Listed]:
-    """By name; empty if all are imported already, or if there are others that only importing finds: entry
-    points, files of one's own."""
+    """By name; empty if all are imported already, or if there are others that only importing can find: entry
+    points, or files of your own."""
     from importlib.metadata import entry_points
 
     assert MECHANISMS.package is not None
@@ -39,7 +40,7 @@ def listed() -> dict[str, Listed]:
 
 @cache
 def from_source() -> dict[str, Listed]:
-    """The mechanisms of the package, by name."""
+    """The package's own mechanisms, by name."""
     found = {}
     for path in sorted((Path(__file__).parents[1] / "mechanisms").glob("*.py")):
         module = ast.parse(path.read_text(encoding="utf-8"))
@@ -52,7 +53,7 @@ def from_source() -> dict[str, Listed]:
 
 
 def imported() -> dict[str, Listed]:
-    """The same of every mechanism there is, by importing them."""
+    """The same for every mechanism there is, by importing them."""
     from headgate.mechanisms.contract import description
 
     found = {}
@@ -63,8 +64,10 @@ def imported() -> dict[str, Listed]:
     return found
 
 
-def check_names(texts: Iterable[str]) -> None:
-    """Refuse a mechanism that nobody knows, before anything heavy is imported or any data is opened."""
+def check_names(texts: Iterable[str], recipe: str | None = None) -> None:
+    """Refuse an unknown mechanism or recipe before anything heavy is imported or any data is opened."""
+    if recipe is not None:
+        named_config(recipe)
     for text in texts:
         for written in split_mechanisms(text.partition("@")[0]):
             if not written.file and listed() and written.name not in listed():
@@ -74,7 +77,7 @@ def check_names(texts: Iterable[str]) -> None:
 
 
 def _registered(node: ast.ClassDef) -> str | None:
-    """The name that a class is registered by."""
+    """The name under which a class is registered."""
     for decorator in node.decorator_list:
         if isinstance(decorator, ast.Call) and isinstance(decorator.func, ast.Name):
             if decorator.func.id == "register" and isinstance(decorator.args[0], ast.Constant):
@@ -83,7 +86,7 @@ def _registered(node: ast.ClassDef) -> str | None:
 
 
 def _value(node: ast.ClassDef, name: str) -> Any:
-    """What a class sets an attribute to; of a dictionary its keys."""
+    """What a class sets an attribute to; for a dictionary, its keys."""
     for line in node.body:
         targets = line.targets if isinstance(line, ast.Assign) else [getattr(line, "target", None)]
         if not any(isinstance(target, ast.Name) and target.id == name for target in targets):

@@ -22,7 +22,7 @@ def compare(
 
     Args:
         names: Mechanisms, such as dynamic-sparse, sparse-geometric:gate=log, local+full or ./mine.py:mine; a
-            label of your own may follow an @. Default: the four papers' mechanisms. The baseline, full
+            label of your own may follow after @. Default: the four papers' mechanisms. The baseline, full
             attention, is always added.
         data: A folder written by `headgate prepare`.
         out: The study folder. Run the same command again to resume; more names or seeds extend the study.
@@ -33,7 +33,7 @@ def compare(
         headgate compare local:window=64 dynamic-sparse --data data --out study
         headgate compare ./mine.py:mine --data data --out mine train.steps=4000
     """
-    check_names(names)
+    check_names(names, options.recipe)
     from headgate.compare.study import run_study
 
     complete = run_study(names, data, out, override, options, engine)
@@ -54,12 +54,12 @@ def ablate(
     """Compare a mechanism with each of its ablations and the baseline, as `headgate compare` does.
 
     Args:
-        name: The mechanism; its options, if any, go to every ablation too.
+        name: The mechanism; its options, if any, apply to every ablation too.
         data: A folder written by `headgate prepare`.
         out: The study folder. Run the same command again to resume.
         override: Change a setting of the recipe, as in train.steps=100; can also be given as a bare word.
     """
-    check_names([name])
+    check_names([name], options.recipe)
     from headgate.compare.study import run_study
     from headgate.compare.variants import with_ablations
 
@@ -69,12 +69,12 @@ def ablate(
 
 
 def status(folder: str, /, *, json: bool = False, watch: float | None = None) -> None:
-    """Tell how far a study is: what runs where, what is left, and what failed.
+    """Show how far a study has come: what runs where, what is left, and what failed.
 
     Args:
-        folder: The study folder, on this machine or one that a cluster shares.
+        folder: The study folder, local or shared with a cluster.
         json: Print everything as JSON.
-        watch: Print it again every so many seconds, until nothing is left to do.
+        watch: Print it again at this interval in seconds, until nothing is left to do.
     """
     from headgate.compare.status import print_status, status_dict, study_status, watch_status
 
@@ -102,14 +102,14 @@ def cancel(folder: str, /, *, ray_address: str = "auto") -> None:
 
 
 def report(folder: str, /, *, against: str | None = None, publish: str | None = None) -> None:
-    """Write the page of a study or of a suite anew, with its tables, from what its folder holds.
+    """Rewrite the page and tables of a study or suite from what its folder holds.
 
     Args:
-        folder: The study folder, or one written by --publish, or a results.json, whose page is then made from
-            that file alone; or the folder of a suite.
+        folder: The study folder, or one written by --publish, or a results.json, from which alone the page is
+            then made; or the folder of a suite.
         against: The label of a variant; also print a table that compares every other variant with it.
-        publish: Also write files small enough to commit to this folder: the results without each run's
-            course, and the page's figures as SVG.
+        publish: Also write files small enough to commit into this folder: the results without each run's
+            loss curve, and the page's figures as SVG.
     """
     from headgate.compare.folder import StudyFolder
     from headgate.compare.results import write_results
@@ -180,7 +180,7 @@ def suite(
 
 
 def _show_suite(folder: str) -> None:
-    """Make the tables and the page of a suite anew, and print its scores. Of one without its runs, only the
+    """Rewrite the tables and page of a suite, and print its scores. For one without its runs, only the
     page."""
     from headgate.compare.suite_results import print_suite, write_suite
     from headgate.files import read_sealed
@@ -196,4 +196,4 @@ def _show_suite(folder: str) -> None:
 def _refuse_for_suites(**given: str | None) -> None:
     for name, value in given.items():
         if value is not None:
-            raise HeadgateError(f"--{name} {value} is for studies, and this is a suite; leave it out")
+            raise HeadgateError(f"--{name} {value} is for studies, but this is a suite; leave it out")

@@ -7,11 +7,11 @@ direction counts once it is shown:
 - convergence: so does its range, and the loss is shown to differ too, since a variant that ends lower by
   chance has also reached the baseline's loss sooner;
 - memory, which hardly varies between runs: the ratio differs from 1 by more than 1%.
-A shown direction is "same direction" or "opposite". Everything else is "no difference shown", also where a
-variant never reached the baseline's final loss.
+A direction that is shown is "same direction" or "opposite". Everything else is "no difference shown",
+including a variant that never reached the baseline's final loss.
 
-A claim whose difference lies within its own error says "equal to the baseline". Only a measured range wholly
-within that error bears it out ("same direction"): a study too small to see anything confirms nothing. A
+A claim whose difference is within its own error says "equal to the baseline". Only a measured range wholly
+within that error supports it ("same direction"): a study too small to see anything confirms nothing. A
 difference shown beyond that error is "opposite".
 """
 
@@ -31,7 +31,7 @@ MEMORY_MARGIN = 0.01
 
 @dataclass(frozen=True)
 class Judged:
-    """A claim with what the study measured for it: the variant's label and its relative difference, with the
+    """A claim and what the study measured for it: the variant's label and its relative difference, with the
     same sign as `Claim.relative`, and the ends of its range."""
 
     claim: Claim
@@ -54,7 +54,7 @@ def check_variants(paper: Paper, model: ModelConfig) -> None:
 def judge_papers(
     papers: Sequence[Paper], variants: Sequence[Variant], measured: Sequence[Mapping[str, Any]]
 ) -> dict[str, list[dict[str, Any]]]:
-    """For results.json: the claims that the study measured, and the contradictions of their papers."""
+    """For results.json: the claims that the study measured, and the contradictions in their papers."""
     claims, contradictions = [], []
     for paper in papers:
         found = []
@@ -72,7 +72,7 @@ def judge_papers(
 
 
 def judge(claim: Claim, measured: Mapping[str, Any]) -> Judged | None:
-    """A claim beside its variant's results; None if the study has not measured it, or it is the baseline.
+    """A claim beside its variant's results; None if the study has not measured it, or if it is the baseline.
 
     The results hold `label` and, each possibly None, `difference` (`seeds`, `relative`, `relative_low`,
     `relative_high`, `verdict`), `speed` (`ratio`, `low`, `high`; more is faster), `memory` (`ratio`) and

@@ -1,7 +1,7 @@
-"""The commands that make a study again, its data and each of its runs, or a suite.
+"""The commands that reproduce a study, its data and each of its runs, or a suite.
 
-Paths are relative to the folder that the study was begun in, if it lies below that, and else to the folder
-that holds it. So a page can be handed on without the folders of the machine that it was made on.
+Paths are relative to the folder that the study was started in, if it is below that, or else to the folder
+that holds it. So a page can be passed on without naming the folders of the machine it was made on.
 """
 
 import json
@@ -22,7 +22,8 @@ from headgate.registry import FROM_FILE, MECHANISMS
 
 
 def reproduction(folder: StudyFolder, study: Study, jobs: Sequence[Job]) -> dict[str, Any]:
-    """By name, words: `prepare`, None if the data is gone; `compare`; and `runs`, a list of them."""
+    """The words of each command by name: `prepare`, None if the data is gone; `compare`; and `runs`, a
+    list."""
     relative = _relative_to(folder.path)
     names = [_written(variant, relative) for variant in study.variants[1:] if not variant.control]
     data, out = relative(study.data.folder), relative(folder.path)
@@ -66,7 +67,7 @@ def _run_command(job: Job, folder: Path, data: str, relative: Callable[[str | Pa
 
 
 def suite_command(folder: Path, plan: SuitePlan) -> list[str] | None:
-    """None for a suite of a version that did not keep what it was asked for."""
+    """None for a suite from a version that did not record what it was asked for."""
     if not plan.words:
         return None
     relative = _relative_to(folder)
@@ -109,7 +110,7 @@ def _prepare_options(request: Mapping[str, Any]) -> list[str]:
 
 
 def _written(variant: Variant, relative: Callable[[str | Path], str]) -> str:
-    """The variant as it is written on the command line, with the file of a mechanism that is in one."""
+    """The variant as written on the command line, with the file of its mechanism if it is in one."""
     plain, whole = [], []
     for spec in variant.mechanism:
         options = ",".join(f"{key}={json.dumps(value)}" for key, value in spec.options.items())

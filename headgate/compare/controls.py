@@ -1,9 +1,9 @@
 """Controls: what every study also trains, to see whether it can tell anything about attention at all.
 
-*no attention*: each token sees itself alone. If plain attention does not beat it, attention is worth nothing
+*no attention*: each token sees only itself. If plain attention does not beat it, attention is worth nothing
 here, and no mechanism can be shown to be better at it. *a short window*: if plain attention does not beat it,
 nothing beyond the last few tokens helped. And the baseline's loss must fall with the position in the context,
-or more context did not help. A study that misses one of these says so in place of a verdict.
+or more context did not help. A study that fails one of these says so instead of giving a verdict.
 """
 
 import math
@@ -17,7 +17,7 @@ from headgate.compare.variants import Variant
 from headgate.config import Config, MechanismSpec
 
 WINDOW = 16
-"""Of the short window, in tokens; at most a quarter of the context."""
+"""The short window, in tokens; at most a quarter of the context."""
 ALONE, SHORT = "no attention", "short window"
 
 
@@ -30,7 +30,7 @@ def control_variants(base: Config) -> tuple[Variant, ...]:
 
 
 def with_controls(variants: Sequence[Variant], base: Config) -> tuple[Variant, ...]:
-    """The variants with the controls behind them, but for those that the user named anyway."""
+    """The variants followed by the controls, except those that the user named anyway."""
     named = [variant.mechanism for variant in variants]
     labels = {variant.label for variant in variants}
     added = [control for control in control_variants(base) if control.mechanism not in named]
@@ -38,7 +38,7 @@ def with_controls(variants: Sequence[Variant], base: Config) -> tuple[Variant, .
 
 
 def find_controls(variants: Sequence[Variant], base: Config) -> dict[str, str]:
-    """By role, the labels of the variants that are the controls."""
+    """The labels of the variants that serve as controls, by role."""
     found = {}
     for role, control in zip((ALONE, SHORT), control_variants(base), strict=True):
         label = next((v.label for v in variants if v.mechanism == control.mechanism), None)
@@ -48,9 +48,9 @@ def find_controls(variants: Sequence[Variant], base: Config) -> dict[str, str]:
 
 
 def sight(variants: Sequence[Variant], base: Config, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the study could see: for results.json, from its variants' rows, the baseline's first.
+    """What the study could see, for results.json: from its variants' rows, the baseline's first.
 
-    `can_tell` is None where nothing could be checked, for want of controls or of seeds.
+    `can_tell` is None where nothing could be checked, for lack of controls or seeds.
     """
     labels = find_controls(variants, base)
     by_label = {row["label"]: row for row in rows}
@@ -82,17 +82,18 @@ def _beats(baseline: str, control: Mapping[str, Any], role: str) -> dict[str, An
     if difference["low"] is not None:
         # The other way round: by how much the baseline is better.
         ends = f"{difference['low']:+.4f} to {difference['high']:+.4f}"
-        words += f" ({difference['mean']:+.4f}, {ends} nats a token above {baseline})"
+        words += f" ({difference['mean']:+.4f}, {ends} nats per token above {baseline})"
     return {"what": role, "passed": passed, "words": words}
 
 
 def _plainly(label: str, role: str) -> str:
-    return label.removeprefix("control: ").strip() if label.startswith("control: ") else f"{role} ({label})"
+    name = label.removeprefix("control: ").strip()
+    return name if name != label or name == role else f"{role} ({label})"
 
 
 def _falls_with_position(baseline: Mapping[str, Any]) -> dict[str, Any] | None:
     """Whether the baseline's loss in the last half of the context is below that of an early part, over the
-    seeds. Where only answers count, positions are not alike, and nothing is checked."""
+    seeds. Where only answers count, positions are not comparable, and nothing is checked."""
     runs = [run for run in baseline["runs"] if run["state"] == "finished" and run.get("by_position")]
     if baseline["answers"] is not None or len(runs) < 2 or len(runs[0]["by_position"]) < 4:
         return None

@@ -1,7 +1,7 @@
 """documents.json: how each variant's difference spreads over the documents, and those that differ most.
 
-A document's difference is the variant's nats a token there less the baseline's with the same seed, mean over
-the seeds. Documents below a quarter of the mean length are not picked: over a few tokens any difference is
+A document's difference is the variant's nats per token minus the baseline's with the same seed, averaged over
+the seeds. Documents shorter than a quarter of the mean are not picked: over a few tokens any difference is
 large.
 """
 
@@ -21,17 +21,17 @@ from headgate.train.evaluate import DocumentLosses
 from headgate.train.folder import DataRecord, describe_data
 
 MOST = 3
-"""Documents shown to either side."""
+"""Documents shown at either end."""
 OPENING, OPENING_TOKENS = 240, 320
-"""Letters of a document's opening, and the tokens that are read for them."""
+"""Characters of a document's opening, and the tokens read to get them."""
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 PICKED_FROM = 0.25
-"""Of the mean length."""
+"""The shortest document to pick, as a share of the mean length."""
 
 
 def write_documents(path: Path, jobs: Sequence[Job], data: DataRecord) -> None:
-    """Write the file, or remove it if the runs kept no losses of documents. Where the data is gone, openings
-    that were found before stay."""
+    """Write the file, or remove it if the runs kept no losses of documents. If the data is gone, openings
+    found earlier are kept."""
     found = document_differences(jobs)
     if found is None:
         path.unlink(missing_ok=True)
@@ -43,7 +43,7 @@ def write_documents(path: Path, jobs: Sequence[Job], data: DataRecord) -> None:
 
 
 def document_differences(jobs: Sequence[Job]) -> dict[str, Any] | None:
-    """Of every variant against the first; None if no two of them have a seed and its documents in common."""
+    """Every variant against the first; None if no two of them share a seed and its documents."""
     kept: dict[str, dict[int, DocumentLosses]] = {}
     for job in jobs:
         documents = judged_loss(job)[1] if job.finished else None
@@ -74,8 +74,8 @@ def document_differences(jobs: Sequence[Job]) -> dict[str, Any] | None:
 def _spread(
     variant: Mapping[int, DocumentLosses], baseline: Mapping[int, DocumentLosses]
 ) -> dict[str, Any] | None:
-    """Quantiles over the documents, the share of them with a lower loss, and those that differ most, the
-    lowest first."""
+    """Quantiles over the documents, the share of them with a lower loss, and those that differ most, lowest
+    first."""
     pairs = [(variant[seed], baseline[seed]) for seed in sorted(variant) if seed in baseline]
     if not pairs:
         return None
@@ -104,8 +104,8 @@ def _spread(
 
 
 def document_openings(data: DataRecord, numbers: Sequence[int]) -> dict[str, str] | None:
-    """How each of these validation documents begins; None if the data is gone, or is no longer what it was,
-    or has no tokenizer to read it with."""
+    """How each of these validation documents begins; None if the data is gone or has changed, or has no
+    tokenizer to read it with."""
     definition = Path(data.folder) / "tokenizer.json"
     if not definition.is_file():
         return None

@@ -1,9 +1,9 @@
-"""A study folder: what is compared, under which conditions, and where each part of it lies.
+"""A study folder: what is compared, under which conditions, and where each part of it is.
 
 study.json       what is compared: variants, seeds, the data, how
 config.json      the recipe that all variants share
 runs/V/seed-N/   a run folder for each variant and seed, as published
-tuning/trial-K/V/seed-N/    trials of the tuning, if there was one
+tuning/trial-K/V/seed-N/    tuning trials, if any
 tuned/trial-K/V/seed-N/     the judged runs of each variant with the settings of trial K, which won
 ladder/M/V/seed-N/          runs at M times the budget, if there is a ladder
 logs/            what each run's process wrote
@@ -33,11 +33,11 @@ from headgate.train.folder import DataRecord
 
 Budget = Literal["tokens", "seconds"]
 JUDGED = "runs"
-"""Where the runs lie that are judged as published."""
+"""Where the runs are that are judged as published."""
 PUBLISHED, TUNED = "published", "tuned"
 """The two kinds of judged runs."""
 Winners = Mapping[str, Trial]
-"""By label, the trial that won the tuning."""
+"""The trial that won the tuning, by label."""
 
 
 @dataclass(frozen=True)
@@ -54,29 +54,29 @@ class Study:
     looks: tuple[int, ...] = ()
     """Planned numbers of seeds to judge at, the last being `seeds`; empty for a single look at the end."""
     looked: Mapping[str, int] = field(default_factory=dict)
-    """By kind of the judged runs: how many of those looks are done."""
+    """How many of those looks are done, by kind of judged runs."""
     tune: int = 0
     """Trials for each variant; 0 for none."""
     space: str = ""
     """What they are drawn from, as written; empty for the default."""
     tuning_seeds: int = 1
     ladder: tuple[float, ...] = ()
-    """Multiples of the budget that the baseline is trained at, 1 among them; empty for none."""
+    """Multiples of the budget at which the baseline is trained, including 1; empty for none."""
     ladder_variants: bool = False
     """Whether the other variants are trained at them too."""
     published: bool = True
-    """Whether variants are judged as published too, if they are tuned."""
+    """Whether variants are also judged as published if they are tuned."""
     extended: tuple[int, ...] = ()
-    """Numbers of seeds it had before more were asked for, without having been planned."""
+    """Numbers of seeds it had before more were asked for without having been planned."""
     budget: Budget = "tokens"
     """What is equal for all: the tokens of a run, or its seconds as measured before training."""
     threads: int = 1
-    """Of each run. Another number would change the last digits of the losses."""
+    """Threads per run. Another number would change the last digits of the losses."""
     cost: CostPlan = field(default_factory=CostPlan)
     settings: tuple[str, ...] = ()
     """Changes to the recipe, as written on the command line."""
     steps: Mapping[str, int] = field(default_factory=dict)
-    """With a budget of seconds: how many steps each variant makes in that time."""
+    """With a budget of seconds: how many steps each variant takes in that time."""
 
 
 class StudyFolder:
@@ -90,7 +90,7 @@ class StudyFolder:
     def read(self) -> tuple[Study, Config]:
         if not self.begun:
             raise HeadgateError(
-                f"{str(self.path)!r} is no study: it has no study.json; headgate compare makes one"
+                f"{str(self.path)!r} is not a study: it has no study.json; headgate compare makes one"
             )
         return config.load(Study, self.path / "study.json"), config.load(Config, self.path / "config.json")
 
@@ -105,10 +105,10 @@ class StudyFolder:
             not self.path.is_dir() or any(child.name != ".lock" for child in self.path.iterdir())
         )
         if taken and not self.begun:
-            raise HeadgateError(f"{str(self.path)!r} is taken and holds no study.json; choose another folder")
+            raise HeadgateError(f"{str(self.path)!r} is in use but has no study.json; choose another folder")
 
     def take(self, asked: Study, base: Config) -> Study:
-        """Make the folder this study's, or extend the study that it holds by what is new."""
+        """Claim the folder for this study, or extend the study that it holds with what is new."""
         if not self.begun:
             self.write(asked, base)
             return asked
@@ -117,18 +117,18 @@ class StudyFolder:
         for name in ("budget", "threads", "cost", "looks"):
             old, new = getattr(before, name), getattr(asked, name)
             if old != new:
-                found.append(f"{name}={old} and not {new}")
+                found.append(f"{name}={old}, not {new}")
         if before.data.fingerprint != asked.data.fingerprint:
             found.append(f"data from {before.data.folder!r} and not this")
         for name in ("tune", "space", "published") if before.tune else ():
             old, new = getattr(before, name), getattr(asked, name)
             if old != new:
-                found.append(f"{name}={old} and not {new}")
+                found.append(f"{name}={old}, not {new}")
         known = {variant.label: variant for variant in before.variants}
         for variant in asked.variants:
             old_variant = known.get(variant.label)
             if old_variant is not None and old_variant.mechanism != variant.mechanism:
-                found.append(f"{variant.label!r} meaning {old_variant.pattern} and not {variant.pattern}")
+                found.append(f"{variant.label!r} meaning {old_variant.pattern}, not {variant.pattern}")
         if found:
             raise HeadgateError(
                 f"{str(self.path)!r} is a study with {'; '.join(found)}; choose another folder"
@@ -163,7 +163,7 @@ class StudyFolder:
         multiple: float = 1.0,
         **more: Any,
     ) -> Job:
-        """A run in `place`, with settings of its own and, as a multiple of the study's, another budget."""
+        """A run in `place`, with its own settings and, as a multiple of the study's, another budget."""
         steps = max(1, round(multiple * study.steps.get(variant.label, base.train.steps)))
         every = max(1, round(base.train.evaluate_every * steps / base.train.steps))
         changed = [f"train.steps={steps}", f"train.evaluate_every={every}"]
@@ -189,8 +189,8 @@ class StudyFolder:
         return self.job(study, base, changed, seed, f"tuned/trial-{trial.number}", settings)
 
     def ladder(self, study: Study, base: Config, winners: Winners | None) -> dict[float, list[Job]]:
-        """By multiple of the budget, runs of the baseline and, if asked for, of all: with the settings that
-        they are judged with."""
+        """Runs of the baseline and, if asked for, of all variants, by multiple of the budget: with the
+        settings they are judged with."""
         chosen = study.variants if study.ladder_variants else study.variants[:1]
         found: dict[float, list[Job]] = {}
         for multiple in study.ladder:
@@ -220,6 +220,10 @@ class StudyFolder:
     @property
     def costs_path(self) -> Path:
         return self.path / "costs.json"
+
+    @property
+    def skipping_path(self) -> Path:
+        return self.path / "skipping.json"
 
     @property
     def claims_path(self) -> Path:

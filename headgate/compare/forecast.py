@@ -20,11 +20,11 @@ class Phase:
     runs: int
     tokens: float
     seconds: float
-    """Of one core's work, or as many as a run has threads."""
+    """On one core, or on as many as a run has threads."""
 
 
 def trial_budget(trials: int) -> tuple[int, float]:
-    """Runs that halving starts, and how much it trains in units of a whole run."""
+    """How many runs halving starts, and how much it trains in units of a whole run."""
     left, before, total = trials, 0.0, 0.0
     for share in RUNGS:
         total += left * (share - before)
@@ -33,7 +33,7 @@ def trial_budget(trials: int) -> tuple[int, float]:
 
 
 def past_speeds(folder: StudyFolder, study: Study, base: Config) -> dict[str, float]:
-    """Seconds a token of the study's own finished runs, by label."""
+    """Seconds per token of the study's own finished runs, by label."""
     found: dict[str, float] = {}
     for job in folder.jobs(study, base, study.seeds):
         if job.finished:
@@ -42,10 +42,10 @@ def past_speeds(folder: StudyFolder, study: Study, base: Config) -> dict[str, fl
 
 
 def forecast(study: Study, base: Config, seconds: Mapping[str, float]) -> list[Phase]:
-    """By phase; `seconds` a token, by label."""
+    """By phase; `seconds` are per token, by label."""
 
     def phase(name: str, labels: Sequence[str], each: float, runs: int) -> Phase:
-        """So many whole runs' worth of training for each of the variants."""
+        """This many whole runs' worth of training for each of the variants."""
         tokens = {label: each * tokens_of(label) for label in labels}
         work = sum(tokens[label] * seconds[label] for label in labels)
         return Phase(name, runs * len(labels), sum(tokens.values()), work)
@@ -83,10 +83,10 @@ def print_forecast(study: Study, phases: Sequence[Phase], at_once: int, source: 
     console.print(table)
     runs = sum(one.runs for one in phases)
     words = [f"In all {runs:,} runs, about {duration(total / at_once)} with {at_once} at once"]
-    words.append(f"speeds are those of {source}; evaluations and the measuring of costs come on top")
+    words.append(f"speeds are from {source}; evaluations and measuring the costs come on top")
     if study.tune:
         most = trial_budget(max(LEAST, study.tune // 2))[1] / trial_budget(study.tune)[1]
-        words.append(f"an optimum at the edge adds {most:.0%} of the tuning, at most {EXTENSIONS} times")
+        words.append(f"an optimum at an edge adds {most:.0%} of the tuning, at most {EXTENSIONS} times")
     if study.looks:
         words.append("planned looks may stop earlier")
     console.print("; ".join(words) + ". Nothing was started.", markup=False, soft_wrap=True)

@@ -1,10 +1,11 @@
 """A job: one run of a study, as `headgate train` is asked for it; and what carries jobs out.
 
-A study is lists of jobs, phase after phase. What has been done stands in the run folders alone, so a list may
-name jobs that are finished, and a study that was stopped makes the same lists again.
+A study is a series of lists of jobs, phase after phase. Only the run folders record what has been done, so a
+list may name jobs that are finished, and a study that was stopped makes the same lists again.
 """
 
 import math
+import re
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,13 +14,16 @@ from pathlib import Path
 from typing import Protocol
 
 from headgate import files
-from headgate.compare.executors.executor import STOPPED, Executor, run_tasks
+from headgate.compare.executors.executor import Executor, run_tasks
 from headgate.compare.executors.leases import read_holder
-from headgate.compare.executors.worker import Task, lease_folder
+from headgate.compare.executors.worker import STOPPED, Task, lease_folder
 from headgate.compare.progress import StudyProgress
 from headgate.compare.variants import Variant
 from headgate.train.checkpoint import saved_steps
 from headgate.train.folder import RunFolder, last_step, read_metrics
+
+OURS = r"^headgate( \(rank \d+\))?: "
+"""How a line begins that says why a command ended."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,13 +35,13 @@ class Job:
     folder: Path
     log: Path
     steps: int
-    """Of its schedule."""
+    """Steps of its schedule."""
     settings: tuple[str, ...] = ()
-    """Changes to the study's config, beside the mechanism and the seed."""
+    """Changes to the study's config, besides the mechanism and the seed."""
     until: int | None = None
-    """Stop after this step, to be resumed or not."""
+    """Stop after this step, whether it is resumed or not."""
     purpose: str = ""
-    """What it is for, if not to be judged."""
+    """What it is for, if it is not to be judged."""
 
     @property
     def name(self) -> str:
@@ -55,14 +59,12 @@ class Job:
 
     @property
     def key(self) -> str:
-        """A file name of its own within the study."""
+        """A unique file name within the study."""
         return self.log.stem
 
     @property
     def failed(self) -> bool:
-        """Whether its process has ended by itself, and not well."""
-        _, holder = read_holder(lease_folder(self.log.parents[1], self.key))
-        return holder is not None and holder.ended not in (None, 0, *STOPPED)
+        return has_failed(self.log)
 
     def command(self, study_folder: Path, data: str) -> list[str]:
         """The words after `headgate` that train it."""
@@ -80,15 +82,17 @@ class RunsJobs(Protocol):
 
 @dataclass(frozen=True)
 class JobRunner:
-    """Has an engine carry out the jobs of a study."""
+    """Makes an engine carry out the jobs of a study."""
 
     study_folder: Path
     data: str
     threads: int
-    """Of each run."""
+    """Per run."""
     executor: Executor
     processes: int = 1
-    """Of each run."""
+    """Per run."""
+    shard: bool = False
+    """Whether a run's processes each hold a part of its weights."""
 
     def run(self, jobs: Sequence[Job], progress: StudyProgress) -> list[Job]:
         waiting = {job.key: job for job in jobs if not job.finished}
@@ -127,7 +131,7 @@ class JobRunner:
         return [waiting[task.key] for task in failed]
 
     def _task(self, job: Job) -> Task:
-        words = tuple(job.command(self.study_folder, self.data))
+        words = (*job.command(self.study_folder, self.data), *["--shard"] * self.shard)
         return Task(
             job.key,
             job.name,
@@ -158,15 +162,29 @@ def _interruptible() -> Iterator[None]:
 
 
 def last_loss(job: Job) -> float:
-    """Of its last evaluation; not a number if there is none."""
+    """The loss of its last evaluation; not a number if there is none."""
     evaluated = [line for line in read_metrics(job.folder) if "validation" in line]
     loss = evaluated[-1]["validation"]["loss"] if evaluated else None
     return math.nan if loss is None else float(loss)
 
 
+def has_failed(log: Path) -> bool:
+    """Whether the process that writes this log has ended by itself, and not well. A run that goes on, or was
+    stopped, has not failed."""
+    lease = lease_folder(log.parents[1], log.stem)
+    if not lease.is_dir():  # a study from before there were leases
+        return log.is_file()
+    _, holder = read_holder(lease)
+    return holder is not None and holder.ended not in (None, 0, *STOPPED)
+
+
 def failure(log: Path) -> str:
-    """Why a run failed: the last line its process wrote."""
+    """Why a run failed: the last line its process wrote, or under torchrun, which frames its own account
+    with =====, our last before that."""
     if not log.is_file():
         return "it was not started"
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
-    return next((line for line in reversed(lines) if line), "it wrote nothing").removeprefix("headgate: ")
+    last = next((line for line in reversed(lines) if line), "it wrote nothing")
+    if set(last) == {"="}:
+        last = next((line for line in reversed(lines) if re.match(OURS, line)), last)
+    return re.sub(OURS, "", last)

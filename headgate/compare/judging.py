@@ -1,5 +1,5 @@
 """From the judged runs in a study folder to verdicts: what `results.py` shows, and what decides whether a
-study with planned looks goes on."""
+study with planned looks continues."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +15,7 @@ from headgate.train.folder import RunFolder
 
 
 def judged_loss(job: Job) -> tuple[float, DocumentLosses | None]:
-    """The loss that a finished run is judged by, in nats a token, and that of each document.
+    """The loss by which a finished run is judged, in nats per token, and that of each document.
 
     It is that of all documents that the run kept, or else of its last evaluation; infinite if it diverged."""
     documents = read_document_losses(job.folder)
@@ -28,7 +28,7 @@ def judged_loss(job: Job) -> tuple[float, DocumentLosses | None]:
 
 
 def losses_by_label(jobs: Iterable[Job]) -> dict[str, Losses]:
-    """Of the finished ones among the jobs; a variant without any has none."""
+    """The losses of the finished jobs; a variant without any is left out."""
     seeds: dict[str, dict[int, float]] = {}
     documents: dict[str, dict[int, np.ndarray]] = {}
     first: DocumentLosses | None = None
@@ -51,7 +51,7 @@ def losses_by_label(jobs: Iterable[Job]) -> dict[str, Losses]:
 def judge_variants(
     study: Study, losses: Mapping[str, Losses], reached: int | None = None
 ) -> dict[str, Difference]:
-    """Every variant against the baseline, in its family, after so many of the planned looks."""
+    """Every variant against the baseline, in its family, after this many of the planned looks."""
     baseline, *others = study.variants
     return compare_losses(
         losses[baseline.label],
@@ -63,14 +63,14 @@ def judge_variants(
 
 
 def family(variant: Variant) -> str:
-    """Those that are corrected for together."""
+    """The variants that are corrected for together."""
     if variant.control:
         return CONTROLS
     return ABLATIONS if variant.ablation else NAMED
 
 
 def undecided(study: Study, jobs: Sequence[Job], reached: int) -> tuple[Variant, ...]:
-    """The variants that more seeds could still tell something about, behind the baseline; empty if none."""
+    """The variants that more seeds could still tell something about, after the baseline; empty if none."""
     if not reached:
         return study.variants
     found = judge_variants(study, losses_by_label(jobs), reached)

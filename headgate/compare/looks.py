@@ -1,14 +1,14 @@
-"""Planned looks: a study may judge its results at numbers of seeds chosen beforehand, and stop when it knows.
+"""Planned looks: a study may judge its results at numbers of seeds chosen beforehand, and stop once it knows.
 
-Each look is a chance to be wrong, so the looks share one error rate. O'Brien and Fleming's rule, as Lan and
-DeMets made it a function of the share t of the seeds, has spent
+Each look is a chance to be wrong, so the looks share one error rate. O'Brien and Fleming's rule, which Lan
+and DeMets made a function of the share t of the seeds, has spent
 
     2 (1 - Phi(z_{a/2} / sqrt(t)))     of a = level / 2, on each side
 
 when that share is in: next to nothing early, almost everything at the end. `nominal_levels` turns that into
-the level at which an ordinary test is read at each look. It takes the means at two looks to be correlated as
-sums of independent seeds are. What seeds share, such as the documents, only correlates them more, and then
-fewer false verdicts come out than are allowed.
+the level at which an ordinary test is read at each look. It takes the means at two looks to be correlated
+like sums of independent seeds. What seeds share, such as the documents, only correlates them more, which
+makes false verdicts rarer than allowed.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ from functools import lru_cache
 from typing import Any
 
 FARTHEST = 8.5
-"""Standard deviations beyond which no bound is looked for."""
+"""Standard deviations beyond which no bound is searched for."""
 HALF = 600
-"""Half the steps of the grid."""
+"""Half the number of steps in the grid."""
 
 
 def spent(level: float, share: float) -> float:
@@ -30,9 +30,9 @@ def spent(level: float, share: float) -> float:
 
 @lru_cache
 def nominal_levels(looks: Sequence[int], level: float) -> tuple[float, ...]:
-    """The two-sided level at which the test of each look is read, so that all looks together have `level`.
+    """The two-sided level at which the test at each look is read, so that all looks together have `level`.
 
-    By integrating the density of a sum of independent steps that has not left the bounds so far (Armitage,
+    Integrates the density of a sum of independent steps that has not left the bounds so far (Armitage,
     McPherson and Rowe 1969).
     """
     if len(looks) == 1:
@@ -42,7 +42,7 @@ def nominal_levels(looks: Sequence[int], level: float) -> tuple[float, ...]:
     from scipy.special import ndtr
 
     levels: list[float] = []
-    grid = np.zeros(1)  # where the sum may stand if no look has decided, in units of one seed's deviation
+    grid = np.zeros(1)  # where the sum may be if no look has decided, in units of one seed's deviation
     mass = np.ones(1)
     before, used = 0, 0.0
     for look in looks:

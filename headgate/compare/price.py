@@ -1,10 +1,10 @@
 """One price: how many times the baseline's compute would reach a variant's loss.
 
-The baseline is trained at several multiples of the study's budget, the ladder, each with a schedule of its
-own. Its losses follow L(C) = L_inf + A C^-alpha, fitted by least squares. A variant whose loss differs by d
-at budget 1 is worth the C at which L(C) = L(1) + d, at equal tokens; times its relative speed, at equal time.
-Above 1 it is worth having. The interval comes from drawing the baseline's means and the difference anew, each
-with its own error, and fitting again. A price far outside the ladder is marked: the curve is not known there.
+The baseline is trained at several multiples of the study's budget, the ladder, each with its own schedule.
+Its losses follow L(C) = L_inf + A C^-alpha, fitted by least squares. A variant whose loss differs by d at
+budget 1 is worth the C at which L(C) = L(1) + d, at equal tokens; times its relative speed, at equal time.
+Above 1 it is worth having. For the interval, the baseline's means and the difference are redrawn, each with
+its own error, and fitted again. A price far outside the ladder is marked: the curve is not known there.
 """
 
 import math
@@ -20,12 +20,12 @@ from headgate.errors import HeadgateError
 ALPHAS = np.exp(np.linspace(math.log(0.05), math.log(2.0), 80))
 DRAWS = 1000
 BEYOND = 2.0
-"""A price is given up to so many times outside the ladder."""
+"""A price is given up to this many times outside the ladder."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Loss against compute in units of the study's budget; each an array with a value a draw."""
+    """Loss against compute in units of the study's budget; each is an array with one value per draw."""
 
     floor: Any
     scale: Any
@@ -39,20 +39,20 @@ class Curve:
 
 
 def parse_ladder(text: str) -> tuple[float, ...]:
-    """Multiples of the budget, as in 0.25,1,4; 1 is always among them."""
+    """Multiples of the budget, as in 0.25,1,4; 1 is always included."""
     if not text:
         return ()
     try:
         found = sorted({1.0, *(float(part) for part in text.split(","))})
     except ValueError:
         found = []
-    if len(found) < 3 or found[0] <= 0 or not math.isfinite(found[-1]):
-        raise HeadgateError(f"ladder={text!r} is no ladder of at least three budgets; write 0.25,1,4")
+    if len(found) < 3 or not all(0 < multiple < math.inf for multiple in found):
+        raise HeadgateError(f"ladder={text!r} is not a ladder of at least three budgets; write 0.25,1,4")
     return tuple(found)
 
 
 def fit_curve(multiples: Sequence[float], losses: Any) -> Curve:
-    """By least squares, for each row of losses (draws, multiples)."""
+    """Fit by least squares, for each row of losses (draws, multiples)."""
     losses = np.atleast_2d(np.asarray(losses, dtype=float))
     x = np.asarray(multiples, dtype=float)[None, :] ** -ALPHAS[:, None]  # (alphas, multiples)
     centred = x - x.mean(1, keepdims=True)
@@ -95,7 +95,8 @@ def prices(
             continue
         noise = np.concatenate([[0.0], draw.standard_t(max(1, difference.seeds - 1), DRAWS)])
         compute = curve.compute_at(at_one + difference.mean + noise * difference.error)
-        low, high = np.quantile(compute[1:], [0.025, 0.975])
+        # Draws themselves, since nothing lies between two that are infinite.
+        low, high = np.quantile(compute[1:], [0.025, 0.975], method="nearest")
         ends = multiples[0] / BEYOND, multiples[-1] * BEYOND
         price = {
             "tokens": {"value": float(compute[0]), "low": float(low), "high": float(high)},

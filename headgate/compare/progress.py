@@ -1,7 +1,7 @@
-"""What a person sees of a study: one line that moves, and of each phase one that stays.
+"""What a person sees of a study: one live line, and one line that stays for each phase.
 
 A run that ends well is counted, not listed: there may be hundreds, and the answer comes last. One that fails
-or diverges has a line of its own.
+or diverges gets its own line.
 """
 
 import math
@@ -25,7 +25,7 @@ class StudyProgress(Progress):
         self.now(f"{self._phase}{words}")
 
     def begin_runs(self, *, total: int, done: int, runs: int, left: int) -> None:
-        """Training begins: `left` of `runs` runs, `done` of `total` steps."""
+        """Training starts: `left` of `runs` runs, `done` of `total` steps."""
         self._runs, self._left, self._ended, self._failed = runs, left, runs - left, 0
         self._last, self._began = "", time.monotonic()
         self.begin(total, done)

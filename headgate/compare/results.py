@@ -1,10 +1,11 @@
 """A study folder in numbers: what its runs reached, what the differences show, what each variant costs.
 
-`study_results` needs nothing but the folder, finished or not. The page and the terminal show what
-results.json holds.
+`study_results` needs only the folder, finished or not. The page and the terminal show what results.json
+holds.
 
-Seconds come from costs.json, not from the runs, which share the machine: a variant's tokens a second are the
-baseline's times its relative speed, everywhere. Without costs.json they are those of the runs.
+Seconds come from costs.json, not from the runs, which share the machine: a variant's tokens per second are
+the baseline's times its relative speed, everywhere. Without costs.json they are the runs' own, unless these
+were spread over different devices: then nothing is said about seconds.
 """
 
 import math
@@ -26,7 +27,7 @@ from headgate.compare.jobs import Job, failure
 from headgate.compare.judging import family, judge_variants, judged_loss, losses_by_label
 from headgate.compare.price import prices
 from headgate.compare.statistics import Losses, compare_losses
-from headgate.compare.tables import claims_markdown, conditions, headline, markdown, verdicts
+from headgate.compare.tables import claims_markdown, conditions, devices, headline, markdown, verdicts
 from headgate.compare.tuning import Tuner, tuning_results
 from headgate.compare.variants import Variant
 from headgate.config import Config
@@ -47,7 +48,7 @@ MEASURED = (
     "price",
     "claims",
 )
-"""Keys whose values depend on the machine; all others are the same however often a study was interrupted."""
+"""Keys whose values depend on the machine; all others are the same however often a study is interrupted."""
 
 
 def write_results(out: str | os.PathLike[str]) -> dict[str, Any]:
@@ -55,7 +56,7 @@ def write_results(out: str | os.PathLike[str]) -> dict[str, Any]:
     papers.md if the study measured what a paper claims."""
     results, folder = study_results(out), Path(out)
     study, base = StudyFolder(out).read()
-    # Those of a task are all alike: each is a sequence of the same kind.
+    # A task's documents are all alike: each is a sequence of the same kind.
     jobs = [] if results["variants"][0]["answers"] else main_jobs(StudyFolder(out), study, base)
     write_documents(folder / "documents.json", jobs, study.data)
     files.write_sealed(folder / "results.json", results)
@@ -78,9 +79,14 @@ def study_results(out: str | os.PathLike[str]) -> dict[str, Any]:
     jobs = folder.jobs(study, base, study.seeds, winners)
     labels = [variant.label for variant in study.variants]
     runs = {label: [_run(job, folder.path) for job in jobs if job.variant.label == label] for label in labels}
-    if study.looks:  # seeds that a decided variant was not trained with are not missing
+    if study.looks:  # seeds that a decided variant was not trained with do not count as missing
         runs = {label: [run for run in mine if run["state"] != "not run"] for label, mine in runs.items()}
-    seconds = {label: _seconds_per_token(label, runs[label], costs, base) for label in labels}
+    circumstances = _circumstances(jobs)
+    comparable = costs is not None or len(devices(circumstances["machines"])) <= 1
+    seconds = {
+        label: _seconds_per_token(label, runs[label], costs, base) if comparable else math.nan
+        for label in labels
+    }
     losses = losses_by_label(jobs)
     judged = judge_variants(study, losses, study.looked.get(kind, 0))
     published = _published(folder, study, base) if winners is not None and study.published else {}
@@ -139,7 +145,7 @@ def study_results(out: str | os.PathLike[str]) -> dict[str, Any]:
         **judge_papers(folder.papers(), study.variants, variants),
         "mechanisms": _mechanisms(study.variants),
         "commands": reproduction(folder, study, jobs),
-        "circumstances": _circumstances(jobs),
+        "circumstances": circumstances,
     }
     results["ladder"] = _ladder(folder, study, base, winners, judged, variants)
     results["sight"] = sight(study.variants, base, variants)
@@ -155,7 +161,7 @@ def main_jobs(folder: StudyFolder, study: Study, base: Config) -> list[Job]:
 
 
 def main_winners(folder: StudyFolder, study: Study, base: Config) -> Winners | None:
-    """What won the tuning; None if there was none, or it is not complete."""
+    """What won the tuning; None if there was none, or if it is not complete."""
     if not study.tune:
         return None
     tuner = Tuner(folder, study, base, None, None)
@@ -164,7 +170,7 @@ def main_winners(folder: StudyFolder, study: Study, base: Config) -> Winners | N
 
 
 def _published(folder: StudyFolder, study: Study, base: Config) -> dict[str, dict[str, Any]]:
-    """By label, the verdict on the variants as published, beside that on the tuned ones."""
+    """The verdict on each variant as published, beside that on the tuned one, by label."""
     losses = losses_by_label(folder.jobs(study, base, study.seeds))
     judged = judge_variants(study, losses, study.looked.get(PUBLISHED, 0))
     return {
@@ -247,7 +253,7 @@ def _run(job: Job, study_folder: Path) -> dict[str, Any]:
             "curve": curve,
             "gates": [{"tokens": line["tokens"], "layers": line["gates"]} for line in lines],
         }
-    elif job.log.is_file():
+    elif job.failed:
         run |= {"state": "failed", "reason": failure(job.log), "curve": curve}
     else:
         run["state"] = "not run"
@@ -280,19 +286,17 @@ def _seconds_per_token(
 def _at_equal_seconds(
     runs: Mapping[str, Sequence[Mapping[str, Any]]], seconds: Mapping[str, float], labels: Sequence[str]
 ) -> dict[str, dict[int, float]]:
-    """By label and seed, the loss when as many seconds have passed as the baseline's run takes.
+    """The loss after as many seconds as the baseline's run takes, by label and seed.
 
-    A slower variant is read there on its way, with its learning rate still high; a faster one had finished.
+    A slower variant is read there midway, with its learning rate still high; a faster one has finished.
     """
     totals = {run["seed"]: run["tokens"] for run in runs[labels[0]] if run["state"] == "finished"}
     found: dict[str, dict[int, float]] = {label: {} for label in labels}
     for label in labels:
         for run in runs[label]:
-            if run["state"] != "finished" or run["seed"] not in totals:
-                continue
-            tokens = totals[run["seed"]] * seconds[labels[0]] / seconds[label]
-            points = _points(run)
-            if not points:
+            tokens = totals.get(run["seed"], math.nan) * seconds[labels[0]] / seconds[label]
+            points = _points(run) if run["state"] == "finished" else []
+            if not points or math.isnan(tokens):
                 continue
             value = points[-1][1] if tokens >= points[-1][0] else statistics.value_at(points, tokens)
             if value is not None:
@@ -307,7 +311,7 @@ def _convergence(
     baseline_seconds: float,
 ) -> dict[str, Any] | None:
     """Tokens and seconds to the loss of the baseline's last evaluation on the same seed, relative to the
-    baseline's; None if a seed was `early`, already there at its first evaluation."""
+    baseline's; None if a seed was `early`, that is, there by its first evaluation."""
     ends = {
         run["seed"]: {"tokens": run["tokens"], "loss": _points(run)[-1][1]}
         for run in baseline
@@ -380,7 +384,7 @@ def _by_position(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _answers(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """On data with answers: the share of right ones over the seeds, in all and by distance."""
+    """For data with answers: the share of right ones over the seeds, overall and by distance."""
     finished = [run["answers"] for run in runs if run["state"] == "finished"]
     if not finished or finished[0] is None:
         return None
@@ -399,7 +403,7 @@ def _share(values: Sequence[float]) -> dict[str, Any]:
 
 
 def _gates(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Means over the seeds: of each head at the end, and of each layer at each evaluation."""
+    """Means over the seeds: for each head at the end, and for each layer at each evaluation."""
     finished = [run["gates"] for run in runs if run["state"] == "finished"]
     if not finished or not finished[0] or not finished[0][-1]["layers"]:
         return None
@@ -438,7 +442,7 @@ def _cost(label: str, costs: Costs | None, base: Config) -> Cost | None:
 
 
 def _tokens_per_second(label: str, costs: Costs | None, base: Config) -> float | None:
-    """Of training: the baseline's, times the relative speed."""
+    """In training: the baseline's, times the relative speed."""
     own = _cost(label, costs, base)
     if own is None or costs is None:
         return None
@@ -469,13 +473,13 @@ def _data(study: Study) -> dict[str, Any]:
 
 
 def _mechanisms(variants: Sequence[Variant]) -> list[dict[str, str]]:
-    """Names and descriptions of the mechanisms compared, formula included."""
+    """Names and descriptions of the mechanisms compared, including their formulas."""
     names = dict.fromkeys(spec.name for variant in variants for spec in variant.mechanism)
     return [{"name": name, "description": description(MECHANISMS.get(name))} for name in names]
 
 
 def _circumstances(jobs: Sequence[Job]) -> dict[str, Any]:
-    """The versions and machines of the runs, each once."""
+    """The versions and machines of the runs, each listed once."""
     found: dict[str, list[dict[str, Any]]] = {"versions": [], "machines": []}
     for job in jobs:
         if job.finished:

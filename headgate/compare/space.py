@@ -1,11 +1,11 @@
 """The space that variants are tuned over, and the trials drawn from it: the same for all.
 
-Written as settings with a range, drawn evenly in its logarithm, or a list of values:
+Written as settings with a range, drawn evenly on a logarithmic scale, or with a list of values:
 
     train.learning_rate=5e-4..8e-3,train.attention_output_rate=0.05..4,model.rope_theta=[100,10000]
 
-Where every setting has a list, the trials are all combinations: a grid. Otherwise the first trial is the
-recipe as it stands, and the others are Halton's points, which fill a space evenly however many are taken.
+If every setting has a list, the trials are all combinations: a grid. Otherwise the first trial is the recipe
+as it is, and the others are Halton's points, which fill a space evenly however many are drawn.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from headgate.errors import HeadgateError
 from headgate.mechanisms.contract import MECHANISMS
 
 OWN = "mechanism."
-"""Before the name of an option of the mechanism's own."""
+"""Prefix of an option of the mechanism's own."""
 PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
 OUTER = 0.15
 """The share of a range, on a logarithmic scale, that counts as its edge."""
@@ -47,7 +47,7 @@ class Dimension:
         return math.log(value / self.low) / math.log(self.high / self.low)
 
     def side(self, value: Any) -> str | None:
-        """Whether a value stands at the low or the high edge."""
+        """Whether a value is at the low or the high edge."""
         if self.choices:
             numbers = [choice for choice in self.choices if isinstance(choice, int | float)]
             if len(numbers) < max(3, len(self.choices)) or value not in numbers:
@@ -57,7 +57,7 @@ class Dimension:
         return "low" if share < OUTER else "high" if share > 1 - OUTER else None
 
     def beyond(self, side: str) -> "Dimension":
-        """What lies past an edge: half as much again, on a logarithmic scale."""
+        """What is past an edge: half as much again, on a logarithmic scale."""
         reach = math.sqrt(self.high / self.low)
         if side == "low":
             return replace(self, low=float(f"{self.low / reach:.4g}"), high=self.low)
@@ -71,7 +71,7 @@ class Dimension:
 
 @dataclass(frozen=True)
 class Trial:
-    """Settings to try, by name; none for the recipe as it stands."""
+    """Settings to try, by name; none for the recipe as it is."""
 
     number: int
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class Trial:
 
 
 def parse_space(text: str, base: Config) -> tuple[Dimension, ...]:
-    """What is written, or the default: learning rate, output multiplier and RoPE's base."""
+    """The dimensions as written, or the default: learning rate, output multiplier and RoPE's base."""
     if not text:
         rate, output = base.train.learning_rate, base.train.attention_output_rate or 1.0
         return (
@@ -119,13 +119,13 @@ def _dimension(setting: str, value: Any) -> Dimension:
         ends = (0.0, 0.0)
     if not dots or not 0 < ends[0] < ends[1] < math.inf:
         raise HeadgateError(
-            f"space {setting}={value} is no range above 0; write it as {setting}=1e-4..1e-2, or as a list"
+            f"space {setting}={value} is not a range above 0; write it as {setting}=1e-4..1e-2, or as a list"
         )
     return Dimension(setting, *ends)
 
 
 def own_dimensions(variant: Variant) -> tuple[Dimension, ...]:
-    """What a mechanism declares to be tuned, but for the options that the variant sets itself."""
+    """What a mechanism declares tunable, except the options that the variant sets itself."""
     if len(variant.mechanism) != 1:
         return ()
     spec = variant.mechanism[0]
@@ -142,7 +142,7 @@ def own_dimensions(variant: Variant) -> tuple[Dimension, ...]:
 
 
 def draw_trials(space: Sequence[Dimension], own: Sequence[Dimension], count: int) -> list[Trial]:
-    """The first trials of a variant. Those of two variants differ in their own settings alone."""
+    """The first trials of a variant. Those of two variants differ only in their own settings."""
     if space and all(dimension.choices for dimension in space):
         values = itertools.product(*(dimension.choices for dimension in space))
         trials = [dict(zip((d.setting for d in space), point, strict=True)) for point in values]
@@ -161,7 +161,7 @@ def draw_beyond(
     first: int,
     round_: int,
 ) -> list[Trial]:
-    """More trials where the space is extended past these edges (setting, side), by turns."""
+    """More trials where the space is extended past these edges (setting, side), taken in turn."""
     points = itertools.islice(_points([*space, *own]), max(0, first - 1), None)
     trials = []
     shares = [_halton(2) for _ in edges]
@@ -180,7 +180,7 @@ def _points(dimensions: Sequence[Dimension]) -> Iterator[dict[str, Any]]:
 
 
 def _halton(base: int) -> Iterator[float]:
-    """1/2, 1/4, 3/4, 1/8, ... and the like in other bases."""
+    """1/2, 1/4, 3/4, 1/8, ... and so on, likewise in other bases."""
     for number in itertools.count(1):
         share, digit = 0.0, 1.0
         while number:

@@ -1,20 +1,20 @@
 """What the losses of a study show: differences over seeds and documents, intervals, and a verdict in words.
 
 A variant is compared with the baseline seed by seed and, where the runs kept them, document by document. The
-quantity is the difference in nats a token over all text like the validation split, so a document counts by
+quantity is the difference in nats per token over all text like the validation split, so a document counts by
 its tokens: with sums x_sd and y_sd of n_d tokens it is a ratio, whose error follows from its linear form
 
     D_sd = (x_sd - y_sd - mu n_d) / mean(n) = a_s + b_d + e_sd      SE^2 = var_a/S + var_b/N + var_e/(S N)
 
-The variances are those of the two-way analysis of variance; runs and documents have degrees of freedom of
-their own (`Estimate.tail`). Without documents it is the paired t-test over the seeds, which says nothing of
+The variances are those of the two-way analysis of variance; runs and documents each have their own degrees of
+freedom (`Estimate.tail`). Without documents it is the paired t-test over the seeds, which says nothing about
 other documents.
 
-Variants that the user named, ablations and controls are families of their own. Within a family each of m
-comparisons is made at 5% / m (Bonferroni), and so is its interval: the interval excludes 0 exactly where the
-verdict is "better" or "worse". Planned looks (`looks.py`) share that level among them.
+Variants that the user named, ablations and controls each form a family. Within a family each of m comparisons
+is made at 5% / m (Bonferroni), and so is its interval: the interval excludes 0 exactly where the verdict is
+"better" or "worse". Planned looks (`looks.py`) share that level among them.
 
-Three cases need a rule of their own:
+Three cases have their own rules:
 - losses that are equal bit for bit on every shared seed are "same by construction", and nothing is tested;
 - a seed that one side lacks (a crashed run) is left out of the pairs;
 - a loss that is not finite (a diverged run) counts as larger than any other. The p-value is the limit as that
@@ -49,13 +49,13 @@ NAMED, ABLATIONS, CONTROLS = "named", "ablations", "controls"
 
 @dataclass(frozen=True)
 class Losses:
-    """A variant's losses by seed; of each document too if its runs kept them."""
+    """A variant's losses by seed, and by document too if its runs kept them."""
 
     by_seed: Mapping[int, float]
     documents: Mapping[int, "NDArray[np.float64]"] = field(default_factory=dict)
     """By seed: nats summed over each document, the same documents in the same order for all."""
     tokens: "NDArray[np.float64] | None" = None
-    """Of each document."""
+    """Tokens in each document."""
 
 
 @dataclass(frozen=True)
@@ -77,19 +77,19 @@ class VariancePart:
     df: float
 
     def surer(self) -> "VariancePart":
-        """The same sum of squares over two degrees of freedom more."""
+        """The same sum of squares over two more degrees of freedom."""
         return VariancePart(self.variance * self.df / (self.df + 2), self.df + 2)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean difference and where its error comes from."""
+    """A mean difference and the sources of its error."""
 
     mean: float
     seeds: VariancePart
-    """Of the mean: what varies from run to run."""
+    """The part of the mean's variance that varies from run to run."""
     documents: VariancePart | None = None
-    """Of the mean: what varies from document to document; None where documents were not kept."""
+    """The part that varies from document to document; None where documents were not kept."""
     components: Mapping[str, float] | None = None
     """Variances of a seed, of a document, and of a document in a run; one estimated below 0 is given as 0."""
 
@@ -99,7 +99,7 @@ class Estimate:
 
     @property
     def _parts(self) -> list[VariancePart]:
-        """Those that there are, the larger first."""
+        """Those that exist, the larger first."""
         parts = [part for part in (self.seeds, self.documents) if part is not None and part.variance]
         return sorted(parts, key=lambda part: -part.variance)
 
@@ -129,14 +129,7 @@ class Estimate:
 
     def half(self, level: float) -> float:
         """Half the width of the interval of 1 - level."""
-        parts = self._parts
-        quantiles = [t_quantile(1 - level / 2, part.df) * math.sqrt(part.variance) for part in parts]
-        if len(parts) < 2:
-            return sum(quantiles)
-        from scipy.optimize import brentq
-
-        most = 3 * sum(quantiles)
-        return float(brentq(lambda half: self.tail(half) - level, 0.0, most, xtol=1e-9 * most))
+        return half_width(self.seeds, self.documents, level)
 
     def df(self, level: float) -> float:
         """Degrees of freedom of the t distribution that gives the same interval."""
@@ -152,6 +145,20 @@ class Estimate:
     def detectable(self, level: float) -> float:
         """The smallest difference that a test at `level` with this error shows with a power of 0.8."""
         return 0.0 if self.error == 0 else detectable_shift(self.df(level), level) * self.error
+
+
+@lru_cache(maxsize=256)
+def half_width(seeds: VariancePart, documents: VariancePart | None, level: float) -> float:
+    """Half the width of an estimate's interval; asked for again by its degrees of freedom."""
+    estimate = Estimate(0.0, seeds, documents)
+    parts = estimate._parts
+    quantiles = [t_quantile(1 - level / 2, part.df) * math.sqrt(part.variance) for part in parts]
+    if len(parts) < 2:
+        return sum(quantiles)
+    from scipy.optimize import brentq
+
+    most = 3 * sum(quantiles)
+    return float(brentq(lambda half: estimate.tail(half) - level, 0.0, most, xtol=1e-9 * most))
 
 
 @dataclass(frozen=True)
@@ -173,25 +180,26 @@ class Difference:
     p_corrected: float | None
     """The p-value alone, and times 5% over `level`: at most 0.05 where a difference is shown."""
     level: float | None
-    """At which p is read: 5% over the number of variants in the family, and less at an early look."""
+    """The level at which p is read: 5% over the number of variants in the family, and less at an early
+    look."""
     family: str
     of_family: int
-    """How many of the family are tested."""
+    """How many variants of the family are tested."""
     verdict: Verdict
     detectable: float | None
     """The smallest difference that these seeds and documents would show with a power of 0.8."""
     error: float | None
     """Standard error of the mean."""
     variances: Mapping[str, float] | None
-    """Of a seed, of a document, and of a document in a run; None without documents."""
+    """Variances of a seed, of a document, and of a document in a run; None without documents."""
     pairing: float | None
-    """The share of the variance over seeds that comparing equal seeds took away; below 0 it added some."""
+    """The share of the variance over seeds removed by comparing equal seeds; below 0 it added some."""
     diverged: int
     baseline_diverged: int
     """Shared seeds on which the loss of the variant, or of the baseline, is not finite."""
     look: int | None = None
     looks: int | None = None
-    """The planned look that this is from, counted from 1, and how many were planned."""
+    """The planned look that this comes from, counted from 1, and how many were planned."""
 
     @property
     def decided(self) -> bool:
@@ -217,7 +225,7 @@ def over_seeds(values: Sequence[float]) -> Estimate:
 
 
 def over_seeds_and_documents(sums: "NDArray[np.float64]", tokens: "NDArray[np.float64]") -> Estimate:
-    """The mean difference a token from the differences (S,N) of documents' sums and their tokens (N)."""
+    """The mean difference per token from the differences (S,N) of documents' sums and their tokens (N)."""
     import numpy as np
 
     seeds, documents = sums.shape
@@ -225,7 +233,7 @@ def over_seeds_and_documents(sums: "NDArray[np.float64]", tokens: "NDArray[np.fl
     residual = (sums - mean * tokens) / tokens.mean()
     of_seeds, of_documents = residual.mean(1), residual.mean(0)
     rest = residual - of_seeds[:, None] - of_documents
-    # Squared residuals are too small, those of long documents most, since the mean follows them.
+    # Squared residuals are too small, most of all those of long documents, since the mean follows them.
     share = tokens / tokens.sum()
     short = 1 - 2 * share + np.square(share).sum()
     count = seeds * documents
@@ -247,12 +255,12 @@ def over_seeds_and_documents(sums: "NDArray[np.float64]", tokens: "NDArray[np.fl
 
 
 def documents_df(tokens: "NDArray[np.float64]") -> float:
-    """Degrees of freedom of a variance over documents of these lengths (N): one less than their number where
-    all are equally long, far fewer where a few are long.
+    """Degrees of freedom of a variance over documents of these lengths (N): one less than their number if all
+    are equally long, far fewer if a few are long.
 
-    The variance is a quadratic form b'Gb in what documents deviate by. Bell and McCaffrey (2002) take as its
-    degrees of freedom trace(G)^2 / trace(G^2), exact to two moments; here G = A'CA, with A taking the mean by
-    tokens away and C weighting the squares by squared tokens.
+    The variance is a quadratic form b'Gb in the documents' deviations. Bell and McCaffrey (2002) take as its
+    degrees of freedom trace(G)^2 / trace(G^2), exact to two moments; here G = A'CA, where A subtracts the
+    mean by tokens and C weights the squares by squared tokens.
     """
     import numpy as np
 
@@ -278,7 +286,7 @@ def compare_losses(
 ) -> dict[str, Difference]:
     """Each variant against the baseline, by name.
 
-    `families` names the family of each, "named" where it says nothing. With planned `looks`, the numbers of
+    `families` names the family of each, "named" if it says nothing. With planned `looks`, the numbers of
     seeds judged at, of which the first `reached` are in, the first look that shows a difference decides.
     """
     family_of = {name: (families or {}).get(name, NAMED) for name in variants}
@@ -326,7 +334,7 @@ class Pairs:
 
     @property
     def tokens(self) -> "NDArray[np.float64] | None":
-        """Of the documents, if both sides kept the same ones on every seed."""
+        """The documents' tokens, if both sides kept the same ones on every seed."""
         mine, others = self.ours.tokens, self.theirs.tokens
         kept = all(seed in side.documents for seed in self.seeds for side in (self.ours, self.theirs))
         if mine is None or others is None or not kept or len(mine) < 2 or len(mine) != len(others):
@@ -401,7 +409,7 @@ class Pairs:
         return 1 - together / apart if apart else None
 
     def _steps(self, lower_is_better: bool) -> list[float]:
-        """The differences to test where a run diverged: next to an infinite one, finite ones vanish."""
+        """The differences to test where a run diverged: beside an infinite one, finite ones vanish."""
         diverged = [(not math.isfinite(ours)) - (not math.isfinite(theirs)) for ours, theirs in self.losses]
         if any(diverged):
             return [float(step if lower_is_better else -step) for step in diverged]
@@ -475,7 +483,7 @@ def reaches(curve: Curve, level: float) -> float | None:
 
 
 def value_at(curve: Curve, x: float) -> float | None:
-    """The loss at x, on straight lines between the points; None beyond them and beside a diverged one."""
+    """The loss at x, on straight lines between the points; None outside them and beside a diverged one."""
     for (left, loss), (right, next_loss) in zip(curve, [*curve[1:], *curve[-1:]], strict=True):
         if left == x:
             return loss if math.isfinite(loss) else None
@@ -490,7 +498,8 @@ def _relative(part: float | None, whole: float) -> float | None:
 
 
 def _deviation(values: Sequence[float]) -> float:
-    """The sample's standard deviation: exactly 0 where all values are equal, without overflow elsewhere."""
+    """The sample's standard deviation: exactly 0 where all values are equal, and without overflow
+    elsewhere."""
     if min(values) == max(values):
         return 0.0
     mean = fmean(values)

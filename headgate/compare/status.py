@@ -1,6 +1,6 @@
-"""How far a study is: which of its runs are done, which are under way and where, what failed and why.
+"""How far a study has come: which of its runs are done, which are running and where, what failed and why.
 
-Everything is read from the study's folder, so it can be asked from any machine that sees it.
+Everything is read from the study's folder, so any machine that sees the folder can ask.
 """
 
 import os
@@ -14,9 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from headgate import config, files
-from headgate.compare.executors.executor import STOPPED, cancel_mark
+from headgate.compare.executors import ray, slurm
+from headgate.compare.executors.executor import cancel_mark
 from headgate.compare.executors.leases import SILENCE, Holder, is_free, read_holder
-from headgate.compare.executors.worker import Task, lease_folder
+from headgate.compare.executors.worker import STOPPED, Task, lease_folder
 from headgate.compare.folder import StudyFolder
 from headgate.compare.jobs import failure
 from headgate.errors import HeadgateError
@@ -46,7 +47,7 @@ class RunStatus:
 class StudyStatus:
     folder: str
     runs: tuple[RunStatus, ...]
-    """Those that have been queued so far; later phases queue more."""
+    """The runs queued so far; later phases queue more."""
 
     @property
     def counts(self) -> dict[State, int]:
@@ -54,7 +55,7 @@ class StudyStatus:
 
     @property
     def seconds_left(self) -> float | None:
-        """Until what is queued by now is done, if as many runs as now go on at once."""
+        """Until everything queued so far is done, if as many runs as now continue at once."""
         running = [
             run for run in self.runs if run.state == "running" and run.seconds_left is not None and run.step
         ]
@@ -69,7 +70,8 @@ def study_status(folder: str | os.PathLike[str]) -> StudyStatus:
     runs = []
     for home in homes(folder):
         now = _clock(home)
-        keys = sorted(path.stem for path in home.glob("queue/*.json") if path.name != "slurm.json")
+        own = {slurm.jobs_path(home), ray.address_path(home)}
+        keys = sorted(path.stem for path in home.glob("queue/*.json") if path not in own)
         runs += [_run(home, key, now) for key in keys]
     return StudyStatus(str(folder), tuple(runs))
 
@@ -79,7 +81,7 @@ def homes(folder: str | os.PathLike[str]) -> list[Path]:
     path = files.named(folder, "the study folder")
     if (path / "plan.json").is_file():
         return sorted(child for child in path.iterdir() if files.kind(child, follow=False) == "a folder")
-    StudyFolder(path).read()  # or one sentence about what the folder is not
+    StudyFolder(path).read()  # raises if the folder is not a study
     return [path]
 
 
@@ -97,7 +99,7 @@ def _run(study: Path, key: str, now: float) -> RunStatus:
 
 def _state(study: Path, task: Task, generation: int, holder: Holder | None, now: float) -> State:
     if (task.path(task.folder) / "summary.json").is_file():
-        return "finished"  # whatever has become of the lease
+        return "finished"  # whatever happened to the lease
     if holder is None:
         return "queued" if not generation else "stopped"
     if holder.ended is not None:
@@ -112,7 +114,7 @@ def _clock(folder: Path) -> float:
     try:
         files.open_new(probe).close()
         return probe.stat().st_mtime
-    except OSError:  # a folder that may only be read
+    except OSError:  # a read-only folder
         return time.time()
     finally:
         probe.unlink(missing_ok=True)
@@ -125,18 +127,14 @@ def _seconds_left(task: Task, step: int) -> float | None:
 
 
 def cancel_study(folder: str | os.PathLike[str], ray_address: str) -> list[str]:
-    """Stop a study's runs wherever they are, and whoever waits for them; what was stopped."""
+    """Stop a study's runs wherever they are, and whatever waits for them; returns what was stopped."""
     running = [run for run in study_status(folder).runs if run.state in ("running", "queued")]
     for home in homes(folder):
         files.own_folder(home / "queue")
         files.write_text(cancel_mark(home), "")
-        if (home / "queue" / "slurm.json").is_file():
-            from headgate.compare.executors import slurm
-
+        if slurm.jobs_path(home).is_file():
             slurm.cancel_slurm_jobs(home)
-        if any(run.engine == "ray" for run in running):
-            from headgate.compare.executors import ray
-
+        if ray.address_path(home).is_file():
             ray.cancel_ray_actors(home, ray_address)
     return [run.name for run in running]
 
@@ -149,20 +147,24 @@ def print_status(status: StudyStatus) -> None:
         Text(f"{status.folder}: {counted or 'nothing has been queued yet'}")
         + Text(f"; about {duration(left)} left" if left is not None else "")
     )
+    shown = sorted(_shown(status.runs), key=lambda run: ORDER.index(run.state))
+    if not shown:
+        return
     table = Table(box=None, pad_edge=False)
     for column in ("run", "state", "step", "where", "left"):
         table.add_column(column, no_wrap=column != "state")
-    for run in sorted(_shown(status.runs), key=lambda run: ORDER.index(run.state)):
+    for run in shown:
         where = " ".join(filter(None, (run.engine, run.job, run.host)))
         state = f"{run.state}: {run.reason}" if run.reason else run.state
         left_of_it = "" if run.seconds_left is None else duration(run.seconds_left)
-        table.add_row(*map(Text, (run.name, state, f"{run.step:,} of {run.end:,}", where, left_of_it)))
+        step = f"{run.step:,} of {run.end:,}" if run.end else ""  # measuring costs has none
+        table.add_row(*map(Text, (run.name, state, step, where, left_of_it)))
     console.print(table)
 
 
 def _shown(runs: Sequence[RunStatus]) -> list[RunStatus]:
-    """Finished runs are only counted; there may be hundreds."""
-    return [run for run in runs if run.state != "finished"]
+    """Those that wait and those that are done are only counted; there may be hundreds."""
+    return [run for run in runs if run.state not in ("queued", "finished")]
 
 
 def status_dict(status: StudyStatus) -> dict[str, Any]:
@@ -170,9 +172,9 @@ def status_dict(status: StudyStatus) -> dict[str, Any]:
 
 
 def watch_status(folder: str, seconds: float) -> None:
-    """Print the status again and again until nothing is left to do."""
+    """Print the status repeatedly until nothing is left to do."""
     if not 0 < seconds < float("inf"):
-        raise HeadgateError(f"watch={seconds} is no number of seconds; give some above 0")
+        raise HeadgateError(f"watch={seconds} is not a number of seconds; it must be above 0")
     while True:
         status = study_status(folder)
         print_status(status)

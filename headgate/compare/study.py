@@ -6,9 +6,10 @@ stopped resumes with the same command, and one with more variants or seeds train
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from headgate import config, files
 from headgate.compare.claims import check_variants
@@ -26,8 +27,9 @@ from headgate.compare.tuning import Tuner
 from headgate.compare.variants import Variant, parse_variants
 from headgate.config import Config, EngineOptions, StudyOptions
 from headgate.data.shards import open_split
+from headgate.errors import HeadgateError
 from headgate.machine import cores
-from headgate.measure.costs import CostPlan, device, measure_costs, step_seconds
+from headgate.measure.costs import CostPlan, device, measure_costs, refuse_lengths, step_seconds
 from headgate.measure.gates import gates_on_passage
 from headgate.measure.skipping import can_skip, gate_skipping
 from headgate.papers.paper import load_paper
@@ -50,8 +52,8 @@ def run_study(
     *,
     runner: RunsJobs | None = None,
 ) -> bool:
-    """Run the study that the arguments describe, or what is left of it, and write its results; whether every
-    run finished. `runner` trains in place of processes of this machine."""
+    """Run the study that the arguments describe, or what is left of it, and write its results; returns
+    whether every run finished. `runner` trains instead of processes on this machine."""
     base = config.override(named_config(options.recipe), overrides)
     splits = [open_split(data, name) for name in ("train", "val")]
     variants = parse_variants(names, base.model)
@@ -73,29 +75,40 @@ def run_study(
         settings=tuple(overrides),
     )
     check_fit(base, asked.data, *splits)
+    World(0, engine.processes * engine.nodes, device()).share(base.train.batch_size)
     if asked.tune:
-        draw_trials(parse_space(asked.space, base), (), asked.tune)  # what cannot be drawn is refused now
+        draw_trials(parse_space(asked.space, base), (), asked.tune)  # refuses now what cannot be drawn
     claims = None if options.claims is None else load_paper(options.claims)
     if claims is not None:
         check_variants(claims, base.model)
     folder = StudyFolder(out)
     folder.refuse_strangers()
     if engine.on == "local":
-        refuse_too_large(base.model, World(0, 1, device()), shard=False)
-    at_once = options.jobs or max(1, cores() // asked.threads)
+        refuse_too_large(base, World(0, engine.processes, device()), shard=engine.shard)
+        if options.cost:
+            refuse_lengths(base, asked.cost.lengths_for(base.train))
+    at_once = options.jobs or max(1, cores() // (asked.threads * engine.processes))
     if options.dry_run:
         _forecast(folder, asked, base, at_once)
         return True
     with files.locked(folder.path, "compared"), StudyProgress() as progress:
-        executor = make_executor(folder.path, at_once, engine)  # one that is not there leaves nothing behind
+        executor = make_executor(folder.path, at_once, engine)  # a missing engine leaves nothing behind
         study = folder.take(asked, base)
         if claims is not None:
             config.save(claims, folder.claims_path, seal=True)
         if runner is None:
-            runner = JobRunner(folder.path, study.data.folder, study.threads, executor, engine.processes)
+            runner = JobRunner(
+                folder.path, study.data.folder, study.threads, executor, engine.processes, engine.shard
+            )
         phases = Phases(folder, study, base, runner, progress)
-        if study.budget == "seconds":
+        if study.budget == "seconds" and engine.on == "local":
             phases.share_out_seconds()
+        elif study.budget == "seconds" and phases.without_steps:
+            # Seconds of a machine that trains, not of the one that asks.
+            log = run_alone(executor, folder.path, "steps", "headgate.compare.costs_process")
+            if log is not None:
+                raise HeadgateError(f"the seconds of a step could not be measured: {failure(Path(log))}")
+            phases.study, _ = folder.read()
         failed = phases.controls()
         if study.tune:
             failed += phases.judge(phases.tune())
@@ -104,7 +117,7 @@ def run_study(
         failed += phases.ladder()
         if options.cost and engine.on == "local":
             phases.costs(at_once)
-        elif options.cost:
+        elif options.cost and not phases.costs_known:
             progress.phase("costs")
             log = run_alone(executor, folder.path, "costs", "headgate.compare.costs_process")
             if log is not None:
@@ -115,7 +128,7 @@ def run_study(
 
 
 def _forecast(folder: StudyFolder, study: Study, base: Config, at_once: int) -> None:
-    """Print what the study will take, by the speed of its own past runs or of a few steps taken now."""
+    """Print what the study will take, from the speed of its own past runs or of a few steps taken now."""
     seconds, source = past_speeds(folder, study, base), "this study's finished runs"
     if any(variant.label not in seconds for variant in study.variants):
         configs = {variant.label: variant.config(base) for variant in study.variants}
@@ -127,7 +140,7 @@ def _forecast(folder: StudyFolder, study: Study, base: Config, at_once: int) -> 
 
 @dataclass
 class Phases:
-    """The phases of a study, in the order they are carried out."""
+    """The phases of a study, in the order in which they are carried out."""
 
     folder: StudyFolder
     study: Study
@@ -136,9 +149,9 @@ class Phases:
     progress: StudyProgress
 
     def share_out_seconds(self) -> None:
-        """Give each variant as many steps as fit into the time of the baseline's."""
+        """Give each variant as many steps as fit into the baseline's time."""
         baseline, base = self.study.variants[0], self.base
-        missing = [variant for variant in self.study.variants if variant.label not in self.study.steps]
+        missing = self.without_steps
         if not missing:
             return
         self.progress.now("measuring a step of each variant, to give all the same seconds")
@@ -150,8 +163,13 @@ class Phases:
             steps[variant.label] = max(1, round(base.train.steps * relative))
         self._note(replace(self.study, steps=steps))
 
+    @property
+    def without_steps(self) -> list[Variant]:
+        """With a budget of seconds: variants of which it is not known how many steps fit into theirs."""
+        return [variant for variant in self.study.variants if variant.label not in self.study.steps]
+
     def controls(self) -> list[Job]:
-        """The controls and the baseline first: whether a study can tell is known early."""
+        """The controls and the baseline come first, so that it is known early whether the study can tell."""
         controls = [variant for variant in self.study.variants if variant.control]
         if not controls or not self.study.published:
             return []
@@ -162,7 +180,7 @@ class Phases:
         return self.runner.run(jobs, self.progress)
 
     def tune(self) -> Winners:
-        """The same trials for every variant; by label, the one that won."""
+        """The same trials for every variant; returns the winner of each, by label."""
         self.progress.phase("tuning")
         tuned = Tuner(self.folder, self.study, self.base, self.runner, self.progress).tune()
         return {label: one.winner for label, one in tuned.items()}
@@ -185,7 +203,7 @@ class Phases:
         return failed
 
     def ladder(self) -> list[Job]:
-        """Other budgets, at the settings that are judged."""
+        """Train at other budgets, with the settings that are judged."""
         if not self.study.ladder:
             return []
         self.progress.phase("ladder")
@@ -201,11 +219,10 @@ class Phases:
         self.folder.write(study, self.base)
 
     def costs(self, at_once: int) -> None:
-        """Speed, memory and decoding of the variants, and what skipping nearly closed gates saves."""
+        """Measure speed, memory and decoding of the variants, and what skipping nearly closed gates saves."""
         self.progress.phase("costs")
         before = self.folder.read_costs()
-        known = {cost.label for cost in before.costs} if before else set()
-        if any(variant.label not in known for variant in self.study.variants):
+        if not self._speeds_known:
             self.progress.note("measuring speed and memory; leave the machine alone meanwhile")
         costs = measure_costs(
             {variant.label: variant.config(self.base) for variant in self.study.variants},
@@ -218,13 +235,32 @@ class Phases:
             config.save(costs, self.folder.costs_path, seal=True)
         self._skipping()
 
+    @property
+    def costs_known(self) -> bool:
+        """Whether nothing is left to measure."""
+        return self._speeds_known and not self._left_to_skip(self._read_skipping())
+
+    @property
+    def _speeds_known(self) -> bool:
+        costs = self.folder.read_costs()
+        return costs is not None and all(costs.of(variant.label) for variant in self.study.variants)
+
+    def _read_skipping(self) -> dict[str, Any]:
+        path = self.folder.skipping_path
+        return {} if files.is_missing(path) else files.read_sealed(path)
+
+    def _left_to_skip(self, known: Mapping[str, Any]) -> dict[str, Path]:
+        """The first runs of variants with gates of which it is not known what skipping them does."""
+        return {
+            label: run
+            for label, run in self._first_runs().items()
+            if label not in known and can_skip(read_config(run).model)
+        }
+
     def _skipping(self) -> None:
-        """What skipping nearly closed gates saves and costs, for mechanisms that learn theirs."""
-        path = self.folder.path / "skipping.json"
-        by_label = {} if files.is_missing(path) else files.read_sealed(path)
-        for label, run in self._first_runs().items():
-            if label in by_label or not can_skip(read_config(run).model):
-                continue
+        """What skipping nearly closed gates saves and costs, for mechanisms that learn their gates."""
+        by_label = self._read_skipping()
+        for label, run in self._left_to_skip(by_label).items():
             self.progress.doing(f"measuring what skipping nearly closed gates saves and costs: {label}")
             by_threshold = gate_skipping(
                 run,
@@ -234,10 +270,10 @@ class Phases:
                 seconds=self.study.cost.seconds * len(THRESHOLDS),
             )
             by_label[label] = [each.to_dict() for each in by_threshold]
-            files.write_sealed(path, by_label)
+            files.write_sealed(self.folder.skipping_path, by_label)
 
     def gates(self) -> None:
-        """The gates of each variant's first finished run on the beginning of the validation split."""
+        """The gates of each variant's first finished run on the start of the validation split."""
         self.progress.now("reading the gates on a passage of held-out text")
         gates = gates_on_passage(self._first_runs(), self.study.data.folder, self.base.train.context)
         text = json.dumps(files.sealed(gates), separators=(",", ":"))

@@ -5,12 +5,12 @@ A folder for each task holds its data, its config, and its runs:
 plan.json              what is compared: tasks, variants, learning rates, seeds
 TASK/data/             the task, prepared
 TASK/config.json       the recipe that all variants share
-TASK/tuning/V/R/seed-N runs at each learning rate, with seeds that judge nothing
+TASK/tuning/V/R/seed-N runs at each learning rate, with seeds that are not judged
 TASK/runs/V/seed-N     runs at the best of them, with fresh seeds, judged on the test split
 TASK/logs/ queue/ leases/
 suite.json             all of it in numbers; suite.md as tables; suite.html as a page
 
-The same command resumes what was interrupted, and more names or seeds extend it.
+The same command resumes what was interrupted; more names or seeds extend it.
 """
 
 import json
@@ -40,9 +40,9 @@ from headgate.train.folder import last_step
 
 RECIPE = "task"
 EVALUATIONS = 20
-"""Of a run: how finely the moment is known at which it solves its task."""
+"""Evaluations per run: how finely the moment is known at which it solves its task."""
 EVALUATED, HELD_OUT = 96, 256
-"""Samples judged on the way, and at the end."""
+"""Samples evaluated during training, and at the end."""
 
 
 def run_suite(
@@ -52,7 +52,7 @@ def run_suite(
     options: SuiteOptions | None = None,
     engine: EngineOptions = EngineOptions(),  # noqa: B008 - frozen
 ) -> bool:
-    """Run the suite, or what is left of it, and write its results; whether every run finished."""
+    """Run the suite, or what is left of it, and write its results; returns whether every run finished."""
     options = options or SuiteOptions()
     tasks = suite_tasks(options, overrides)
     asked = SuitePlan(
@@ -68,8 +68,8 @@ def run_suite(
     _refuse_strangers(folder)
     complete = True
     with files.locked(folder, "used by a suite"), StudyProgress() as progress:
-        at_once = options.jobs or cores()
-        # Before anything is written: an engine that is not there leaves nothing behind.
+        at_once = options.jobs or max(1, cores() // engine.processes)
+        # Before anything is written: a missing engine leaves nothing behind.
         executors = {name: make_executor(folder / name, at_once, engine) for name in tasks}
         plan = _take(folder, asked)
         for name, (source, settings) in tasks.items():
@@ -80,16 +80,16 @@ def run_suite(
             _keep_config(home, settings)
             progress.phase(name)
             tuning = list(tuning_runs(plan, name, home))
-            complete &= _train(home, tuning, settings, executors[name], progress)
+            complete &= _train(home, tuning, settings, executors[name], engine, progress)
             judged = list(judged_runs(plan, name, home))
-            complete &= _train(home, judged, settings, executors[name], progress)
+            complete &= _train(home, judged, settings, executors[name], engine, progress)
             _judge(home, judged, progress)
             write_suite(folder)
     return complete
 
 
 def suite_tasks(options: SuiteOptions, overrides: Sequence[str]) -> dict[str, tuple[str, Config]]:
-    """By the name of its folder, each task with as many samples as its training takes, and its settings."""
+    """Each task with as many samples as its training takes, and its settings, by the name of its folder."""
     found: dict[str, tuple[str, Config]] = {}
     for word in _task_words(options):
         name, _, given = word.partition(":")
@@ -124,7 +124,7 @@ def _written(options: Mapping[str, object]) -> str:
 
 
 def task_config(task: SyntheticTask) -> Config:
-    """The suite's recipe cut to a task."""
+    """The suite's recipe, fitted to a task."""
     base, size = get_recipe(RECIPE), task.suite
     train = replace(
         base.train,
@@ -139,9 +139,14 @@ def task_config(task: SyntheticTask) -> Config:
 
 
 def _train(
-    home: Path, runs: Sequence[SuiteRun], settings: Config, executor: Executor, progress: StudyProgress
+    home: Path,
+    runs: Sequence[SuiteRun],
+    settings: Config,
+    executor: Executor,
+    engine: EngineOptions,
+    progress: StudyProgress,
 ) -> bool:
-    """Train what is not finished; a run that fails does not stop the others. Whether all finished."""
+    """Train what is not finished; a run that fails does not stop the others. Returns whether all finished."""
     if not runs:
         return True
     waiting = {run.log.stem: run for run in runs if not run.finished}
@@ -165,7 +170,10 @@ def _train(
         done = sum(min(last_step(task.folder), steps) for task in running)
         progress.update_runs(settled + done)
 
-    tasks = [replace(run.queued(), end=steps) for run in waiting.values()]
+    tasks = [
+        replace(run.queued(shard=engine.shard), processes=engine.processes, end=steps)
+        for run in waiting.values()
+    ]
     return not run_tasks(executor, home, tasks, lambda task: waiting[task.key].finished, ended, looked)
 
 
@@ -185,11 +193,11 @@ def _refuse_strangers(folder: Path) -> None:
         not folder.is_dir() or any(child.name != ".lock" for child in folder.iterdir())
     )
     if taken and not (folder / "plan.json").is_file():
-        raise HeadgateError(f"{str(folder)!r} is taken and holds no plan.json; choose another folder")
+        raise HeadgateError(f"{str(folder)!r} is in use but has no plan.json; choose another folder")
 
 
 def _take(folder: Path, asked: SuitePlan) -> SuitePlan:
-    """Make the folder this suite's, or extend the one that it holds by tasks, variants and seeds."""
+    """Claim the folder for this suite, or extend the suite that it holds with tasks, variants and seeds."""
     if not (folder / "plan.json").is_file():
         config.save(asked, folder / "plan.json", seal=True)
         return asked
@@ -198,16 +206,14 @@ def _take(folder: Path, asked: SuitePlan) -> SuitePlan:
     for name in ("rates", "tuning_seeds"):
         old, new = getattr(before, name), getattr(asked, name)
         if old != new:
-            found.append(f"{name}={old} and not {new}")
+            found.append(f"{name}={old}, not {new}")
     for name, source in asked.tasks.items():
         if before.tasks.get(name, source) != source:
-            found.append(f"{name} as {before.tasks[name]} and not {source}")
+            found.append(f"{name} as {before.tasks[name]}, not {source}")
     known = {variant.label: variant for variant in before.variants}
     for variant in asked.variants:
         if variant.label in known and known[variant.label].mechanism != variant.mechanism:
-            found.append(
-                f"{variant.label!r} meaning {known[variant.label].pattern} and not {variant.pattern}"
-            )
+            found.append(f"{variant.label!r} meaning {known[variant.label].pattern}, not {variant.pattern}")
     if found:
         raise HeadgateError(f"{str(folder)!r} is a suite with {'; '.join(found)}; choose another folder")
     added = tuple(variant for variant in asked.variants if variant.label not in known)

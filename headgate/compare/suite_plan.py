@@ -1,4 +1,4 @@
-"""What a suite is made of: its plan, and the runs that follow from it."""
+"""What a suite consists of: its plan, and the runs that follow from it."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,20 +19,20 @@ class SuitePlan:
     """What plan.json holds: what is compared, and under which conditions."""
 
     tasks: Mapping[str, str]
-    """By the name of its folder, each as `headgate prepare` takes it."""
+    """Each task as `headgate prepare` takes it, by the name of its folder."""
     variants: tuple[Variant, ...]
     rates: tuple[float, ...]
     tuning_seeds: int
     seeds: int
     words: Mapping[str, str] = field(default_factory=dict)
-    """By the same name, each task as it was asked for."""
+    """Each task as it was asked for, by the same name."""
     settings: tuple[str, ...] = ()
     """Changes to the recipe."""
 
 
 @dataclass(frozen=True)
 class SuiteRun:
-    """One run; of the tuning if it has a rate of its own."""
+    """One run; a tuning run if it has its own rate."""
 
     task: str
     variant: Variant
@@ -60,23 +60,23 @@ class SuiteRun:
     def finished(self) -> bool:
         return (self.folder / "summary.json").is_file()
 
-    def queued(self) -> Task:
-        """For an engine to carry out."""
+    def queued(self, *, shard: bool = False) -> Task:
+        """As a task for an engine to carry out."""
         words = ["train", str(self.home / "config.json"), "--data", str(self.home / "data"), "--out"]
         words += [str(self.folder), f"model.mechanism={self.variant.pattern}", f"seed={self.seed}"]
-        words += [f"train.learning_rate={self.rate}"]
+        words += [f"train.learning_rate={self.rate}", *["--shard"] * shard]
         name = f"{self.task}, {self.variant.label}, {f'rate {self.rate:g}, ' * self.tuning}seed {self.seed}"
         return Task(self.log.stem, name, tuple(words), str(self.folder), str(self.log))
 
 
 def read_plan(folder: Path) -> SuitePlan:
     if not (folder / "plan.json").is_file():
-        raise HeadgateError(f"{str(folder)!r} is no suite: it has no plan.json; headgate suite makes one")
+        raise HeadgateError(f"{str(folder)!r} is not a suite: it has no plan.json; headgate suite makes one")
     return config.load(SuitePlan, folder / "plan.json")
 
 
 def tuning_runs(plan: SuitePlan, task: str, home: Path) -> Iterator[SuiteRun]:
-    """None if there is but one learning rate."""
+    """None if there is only one learning rate."""
     if len(plan.rates) == 1:
         return
     for seed in range(FIRST_TUNING_SEED, FIRST_TUNING_SEED + plan.tuning_seeds):
@@ -86,7 +86,7 @@ def tuning_runs(plan: SuitePlan, task: str, home: Path) -> Iterator[SuiteRun]:
 
 
 def judged_runs(plan: SuitePlan, task: str, home: Path) -> Iterator[SuiteRun]:
-    """Runs at the best learning rate of each variant; none for a variant all of whose tuning failed."""
+    """Runs at each variant's best learning rate; none for a variant whose tuning failed entirely."""
     runs = list(tuning_runs(plan, task, home))
     for seed in range(plan.seeds):
         for variant in plan.variants:
@@ -97,7 +97,7 @@ def judged_runs(plan: SuitePlan, task: str, home: Path) -> Iterator[SuiteRun]:
 
 def best_rate(plan: SuitePlan, runs: Sequence[SuiteRun]) -> float | None:
     """The rate with the lowest mean validation loss over the tuning seeds; a run that failed or diverged
-    rules its rate out."""
+    rules out its rate."""
     if len(plan.rates) == 1:
         return plan.rates[0]
     losses: dict[float, list[float]] = {}

@@ -14,7 +14,7 @@ from rich.text import Text
 from headgate import config, files
 from headgate.compare import statistics
 from headgate.compare.commands import suite_command
-from headgate.compare.jobs import failure
+from headgate.compare.jobs import failure, has_failed
 from headgate.compare.suite_plan import (
     SuitePlan,
     SuiteRun,
@@ -46,7 +46,7 @@ def write_suite(out: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def suite_results(out: str | os.PathLike[str]) -> dict[str, Any]:
-    """Tasks that are not prepared yet are left out."""
+    """Leaves out tasks that are not prepared yet."""
     folder = Path(out)
     plan = read_plan(folder)
     tasks = []
@@ -85,7 +85,7 @@ def suite_results(out: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_judged(home: Path) -> dict[str, Any]:
-    """By place, what each judged run of a task reached on the test split."""
+    """What each judged run of a task reached on the test split, by place."""
     path = home / JUDGED
     return {} if files.is_missing(path) else files.read_sealed(path, always=True)
 
@@ -110,7 +110,9 @@ def _row(
         "at_the_edge": rate in (min(plan.rates), max(plan.rates)) if len(plan.rates) > 2 else None,
         "tuning": [{"rate": run.rate, "seed": run.seed, "loss": final_loss(run)} for run in tuning],
         "runs": found,
-        "failures": [failure(run.log) for run in [*tuning, *runs] if run.log.is_file() and not run.finished],
+        "failures": [
+            failure(run.log) for run in [*tuning, *runs] if not run.finished and has_failed(run.log)
+        ],
         "score": asdict(statistics.interval([run["score"] for run in done])),
         "accuracy": asdict(statistics.interval([run["accuracy"] for run in done])),
         "loss": asdict(statistics.interval([run["loss"] for run in done])),
@@ -123,7 +125,7 @@ def _row(
 
 def _judged_run(run: SuiteRun, record: TaskRecord, judged: Mapping[str, Any] | None) -> dict[str, Any]:
     if not run.finished or judged is None:
-        return {"seed": run.seed, "state": "failed" if run.log.is_file() else "not run"}
+        return {"seed": run.seed, "state": "failed" if has_failed(run.log) else "not run"}
     loss, accuracy = judged["loss"], judged["answers"]["accuracy"]
     summary = RunFolder(run.folder).read_summary()
     curve = []
@@ -147,8 +149,8 @@ def _judged_run(run: SuiteRun, record: TaskRecord, judged: Mapping[str, Any] | N
 
 
 def tokens_to_solve(solved: Sequence[int | None]) -> dict[str, Any]:
-    """The median over runs, of which those that never solved the task count as longer than any other; None
-    if that is the median itself."""
+    """The median over runs, where those that never solved the task count as longer than any other; None if
+    the median itself never did."""
     times = sorted(math.inf if tokens is None else tokens for tokens in solved)
     middle = median(times) if times else math.inf
     reached = sum(tokens is not None for tokens in solved)
@@ -156,7 +158,7 @@ def tokens_to_solve(solved: Sequence[int | None]) -> dict[str, Any]:
 
 
 def _mean_by(answers: Sequence[Mapping[str, Any]], key: str, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Accuracy over the seeds, in each bin; all runs are judged on the same answers."""
+    """Accuracy over the seeds in each bin; all runs are judged on the same answers."""
     rows = []
     for bins in zip(*(each[key] for each in answers), strict=True):
         shares = statistics.interval([place["accuracy"] for place in bins])
@@ -167,7 +169,7 @@ def _mean_by(answers: Sequence[Mapping[str, Any]], key: str, names: Sequence[str
 
 def _overall(variant: Variant, number: int, tasks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """A variant over all tasks: its mean score if it has one for each, and its speed relative to the first
-    variant's, the median over the tasks."""
+    variant, the median over the tasks."""
     rows = [task["variants"][number] for task in tasks]
     scores = [row["score"]["mean"] for row in rows]
     speeds = [
@@ -211,11 +213,11 @@ def suite_markdown(results: Mapping[str, Any]) -> str:
         "The share of the way from chance (0) to the optimum (1): mean over the seeds ± half its 95% "
         f"interval. Each variant at its best of the learning rates {rates} (tuning seeds: "
         f"{results['tuning_seeds']}), judged on fresh seeds ({results['seeds']}) and the test split. Speed: "
-        "tokens a second of the runs, which share the machine, relative to the first row's.\n",
+        "tokens per second of the runs, which share the machine, relative to the first row.\n",
         _table(["", *names, "mean", "speed"], scores),
         "\n# Tokens to solve\n",
         f"Until a score of {results['solved_at']} on the validation split, in thousands; the median over the "
-        "seeds. With > where it was not reached within the run.\n",
+        "seeds. > means that it was not reached within the run.\n",
         _table(["", *names], solved),
     ]
     for key, what in (("by_pairs", "pairs"), ("by_distance", "distance")):
@@ -266,8 +268,10 @@ def score_of(row: Mapping[str, Any]) -> str:
     text = "" if score["mean"] is None else f"{score['mean']:.2f}"
     if score["high"] is not None:
         text += f" ± {score['high'] - score['mean']:.2f}"
-    if row["failures"] or missing:
-        text += f"{', ' if text else ''}{len(row['failures']) or len(missing)} failed"
+    if row["failures"]:
+        text += f"{', ' if text else ''}{len(row['failures'])} failed"
+    elif text and missing:
+        text += f", {len(missing)} not run"
     return text or "not run"
 
 

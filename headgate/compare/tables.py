@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +26,20 @@ COLUMNS = (
     "worth",
 )
 LEGEND = (
-    "loss: validation, nats a token, mean over the seeds ± half its 95% interval. difference: to the "
+    "loss: validation, nats per token, mean over the seeds ± half its 95% interval. difference: to the "
     "baseline with the same seed, judged over seeds and documents; the interval and p are corrected over the "
     "variants of a family, and an interval excludes 0 where a difference is shown. could see: the smallest "
     "difference that would have been shown with a power of 0.8. speed, memory: of a training step, relative "
-    "to the baseline. Controls are marked as such and are a family of their own."
+    "to the baseline. Controls are marked as such and form their own family."
 )
 IMPORTANT = ("variant", "verdict", "difference", "speed", "memory", "loss", "worth", "untuned", "could see")
-"""Columns in the order in which a narrow terminal leaves them out last."""
+"""Columns, those that a narrow terminal drops last coming first."""
 NAMED = 4
 """The headline names at most this many variants of a verdict, and counts the rest of a longer list."""
 
 
 def _columns(results: Mapping[str, Any]) -> list[str]:
-    """Their names say whether the variants were tuned, and what is shown of them as published beside that."""
+    """The names say whether the variants were tuned, and what is shown of them as published."""
     kind = "tuned" if results["tuned"] else "untuned"
     names = [f"{name}, {kind}" if name in ("loss", "verdict") else name for name in COLUMNS]
     return [*names, "untuned", "tuned to"] if results["tuned"] else names
@@ -102,7 +102,8 @@ def verdict_of(variant: Mapping[str, Any]) -> str:
 def signed(mean: float | None, high: float | None, digits: int) -> str:
     if mean is None:
         return ""
-    return f"{mean:+.{digits}f}" + ("" if high is None else f" ± {high - mean:.{digits}f}")
+    shown = round(mean, digits) + 0.0  # of nothing no sign
+    return f"{shown:+.{digits}f}" + ("" if high is None else f" ± {high - mean:.{digits}f}")
 
 
 def p_value(p: float | None) -> str:
@@ -126,12 +127,12 @@ def price_in_words(price: Mapping[str, Any] | None) -> str:
     found, of = (price["time"], "time") if "time" in price else (price["tokens"], "tokens")
     if price["beyond"] or found["value"] is None:
         return "beyond the ladder"
-    ends = [f"{found[end]:.2f}" if found[end] is not None else "?" for end in ("low", "high")]
+    ends = [f"{found[end]:.2f}" if found[end] is not None else "beyond" for end in ("low", "high")]
     return f"{found['value']:.2f}x compute at equal {of} ({ends[0]} to {ends[1]})"
 
 
 def convergence(found: Mapping[str, Any] | None) -> str:
-    """Tokens to the loss that the baseline ended with, relative to the baseline's."""
+    """Tokens to reach the baseline's final loss, relative to the baseline."""
     if found is None:
         return ""
     if found["relative"] is None:
@@ -162,7 +163,7 @@ def verdicts(results: Mapping[str, Any]) -> str:
 
 
 def _verdicts(variants: Sequence[Mapping[str, Any]]) -> str:
-    """What was measured of the variants that are no controls."""
+    """What was measured for the variants other than controls."""
     baseline, *others = variants
     groups: dict[str, list[str]] = {}
     seen: list[float] = []
@@ -205,7 +206,7 @@ def _named(variant: Mapping[str, Any]) -> str:
 
 
 def _few(names: Sequence[str], *, shown: bool, more: bool) -> list[str]:
-    """All if they are few; else the first, if they are shown to differ, and the number of the others."""
+    """All if they are few; otherwise the first, if they are shown to differ, and the number of the others."""
     if len(names) <= NAMED:
         return list(names)
     first = list(names[: NAMED - 1]) if shown else []
@@ -217,7 +218,7 @@ def _in_words(names: Sequence[str]) -> str:
 
 
 def conditions(results: Mapping[str, Any]) -> str:
-    """What the headline holds for."""
+    """The conditions under which the headline holds."""
     train, seeds = results["config"]["train"], _seeds(results)
     parameters = results["variants"][0]["parameters"]
     size = "" if parameters is None else f", {parameters / 1e6:,.2f}M parameters"
@@ -226,8 +227,32 @@ def conditions(results: Mapping[str, Any]) -> str:
     equal += f", {tuning['trials']} trials of each variant" if results["tuned"] else ", untuned"
     return (
         f"Recipe {Path(results['recipe']).name}{size}, context {train['context']:,}, "
-        f"{results['tokens_per_run']:,} training tokens a run, {seeds}, {equal}"
+        f"{results['tokens_per_run']:,} training tokens per run, {seeds}, {equal}{_devices(results)}"
     )
+
+
+def devices(machines: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The devices of runs, each once; other numbers of processes or threads are as good as another device."""
+    found = []
+    for machine in machines:
+        counts = {what: machine[what] for what in ("processes", "threads") if machine[what] != 1}
+        found.append(", ".join([_device(machine), *(f"{count} {what}" for what, count in counts.items())]))
+    return list(dict.fromkeys(found))
+
+
+def _device(machine: Mapping[str, Any]) -> str:
+    return str(machine["device_name"] or machine["processor"])
+
+
+def _devices(results: Mapping[str, Any]) -> str:
+    """Whether the runs were spread over different devices, and whether another measured the costs."""
+    words, machines = "", results["circumstances"]["machines"]
+    trained, costs = devices(machines), results["costs"]
+    if len(trained) > 1:
+        words += f"; trained on different devices ({'; '.join(trained)}), whose seconds are not compared"
+    if costs and costs["machine"] and _device(costs["machine"]) not in map(_device, machines):
+        words += f"; costs measured on {_device(costs['machine'])}"
+    return words
 
 
 def _seeds(results: Mapping[str, Any]) -> str:
@@ -251,7 +276,7 @@ def markdown(results: Mapping[str, Any]) -> str:
 
 
 def _literally(text: str) -> str:
-    """For Markdown: a label or a path is text, whatever is in it."""
+    """For Markdown: labels and paths are literal text, whatever they contain."""
     return re.sub(r"([\\\\`*\[\]<>|&]|\b_|_\b)", r"\\\1", text.replace("\n", " "))
 
 
@@ -280,7 +305,7 @@ def print_against(label: str, differences: Mapping[str, Difference]) -> None:
 
 
 def print_results(results: Mapping[str, Any], answer: str) -> None:
-    """The table, as many columns of it as there is room for, what failed, and the answer last."""
+    """The table, with as many columns as fit, what failed, and the answer last."""
     console = table_console()
     variants = results["variants"][:1] + sorted(results["variants"][1:], key=_by_difference)
     columns, cells = _columns(results), [_cells(variant, results) for variant in variants]
@@ -308,7 +333,7 @@ def _by_difference(variant: Mapping[str, Any]) -> float:
 
 
 def _fitting(columns: Sequence[str], widths: Sequence[int], room: int) -> list[int]:
-    """The columns that a line of `room` letters has room for: the most important, in their order."""
+    """The columns that fit in a line of `room` characters: the most important, in their order."""
     ranks = {name: rank for rank, name in enumerate(IMPORTANT)}
     order = sorted(range(len(columns)), key=lambda n: ranks.get(columns[n].partition(",")[0], len(ranks)))
     found: list[int] = []

@@ -1,14 +1,14 @@
-"""Equal tuning: each variant gets the same trials, on seeds that judge nothing.
+"""Equal tuning: each variant gets the same trials, on seeds that are not judged.
 
-Successive halving: all trials run to a quarter of their steps, the better half goes on to one half, and the
+Successive halving: all trials run to a quarter of their steps, the better half continues to one half, and the
 better half of those to the end, where the lowest loss wins. A trial has one schedule, that of the whole run;
-it is stopped at a rung and resumed from there, so nothing is trained twice. Early losses are those of a
-learning rate that is still high, which is to the disadvantage of large ones; so only half is left out each
-time, and never the last two.
+it is stopped at a rung and resumed from there, so nothing is trained twice. Early losses come from a learning
+rate that is still high, which puts large ones at a disadvantage; so only half are dropped each time, and
+never the last two.
 
-Where a winner stands at the edge of the space, and staying inside would have cost it more than `EDGE_GAIN`,
-the space is extended there, for all variants, at most `EXTENSIONS` times. All of it follows from the runs in
-the study folder, so a study that was stopped finds the same winners.
+If a winner is at the edge of the space, and staying inside would have cost it more than `EDGE_GAIN`, the
+space is extended there, for all variants, at most `EXTENSIONS` times. All of it follows from the runs in the
+study folder, so a study that was stopped finds the same winners.
 """
 
 import math
@@ -29,16 +29,16 @@ from headgate.train.folder import read_metrics
 RUNGS = (0.25, 0.5, 1.0)
 """Shares of a run's steps at which trials are compared."""
 LEAST = 2
-"""So many trials of each variant are always trained to the end."""
+"""This many trials of each variant are always trained to the end."""
 EDGE_GAIN = 0.01
-"""Nats a token."""
+"""Nats per token."""
 EXTENSIONS = 2
 TUNING_SEED = MOST_SEEDS
 
 
 @dataclass(frozen=True)
 class Tried:
-    """What a trial reached: the loss at each rung that it came to; infinite if it failed or diverged."""
+    """What a trial reached: the loss at each rung it came to; infinite if it failed or diverged."""
 
     trial: Trial
     losses: tuple[float, ...]
@@ -51,18 +51,19 @@ class Tuned:
     label: str
     tried: tuple[Tried, ...]
     edges: tuple[tuple[str, str], ...]
-    """(setting, low or high) where the winner stands at the edge and inside would have cost it something."""
+    """(setting, low or high) where the winner is at an edge and staying inside would have cost it
+    something."""
 
     @property
     def winner(self) -> Trial:
-        """The recipe as it stands if every trial failed."""
+        """The recipe as it is if every trial failed."""
         last = max(len(tried.losses) for tried in self.tried)
         final = [tried for tried in self.tried if len(tried.losses) == last]
         best = min(final, key=lambda tried: (tried.losses[-1], tried.trial.number))
         return best.trial if math.isfinite(best.losses[-1]) else Trial(0)
 
     def expected_best(self) -> list[float | None]:
-        """The mean of the best of n trials taken at random, for n = 1, 2, ...: losses at the first rung."""
+        """The mean of the best of n trials drawn at random, for n = 1, 2, ...: losses at the first rung."""
         losses = sorted(tried.losses[0] for tried in self.tried if tried.losses)
         count = len(losses)
         found: list[float | None] = []
@@ -103,7 +104,7 @@ class Tuner:
                 break
             if self.progress is not None and self.runner is not None:
                 named = ", ".join(f"{setting} at its {side} edge" for setting, side in edges)
-                self.progress.note(f"an optimum lies at an edge ({named}): the space is extended for all")
+                self.progress.note(f"an optimum is at an edge ({named}): the space is extended for all")
             first = max(trial.number for mine in trials.values() for trial in mine) + 1
             count = max(LEAST, self.study.tune // 2)
             more = {
@@ -155,7 +156,7 @@ class Tuner:
         }
 
     def jobs(self, variant: Variant, trial: Trial, rung: int) -> list[Job]:
-        """A trial's runs, one for each tuning seed, as far as this rung."""
+        """A trial's runs up to this rung, one for each tuning seed."""
         changed, settings = trial.of(variant)
         steps = self.study.steps.get(variant.label, self.base.train.steps)
         first = max(1, round(RUNGS[0] * steps))
@@ -176,7 +177,7 @@ class Tuner:
         ]
 
     def edges(self, tried: Sequence[Tried]) -> list[tuple[str, str]]:
-        """Where the winner stands at the edge of the space, as far as that matters."""
+        """Where the winner is at the edge of the space, if that matters."""
         best = Tuned("", tuple(tried), ()).winner
         winner = next((one for one in tried if one.trial.number == best.number), None)
         if winner is None:

@@ -1,6 +1,6 @@
 """What a study compares: a mechanism, or a pattern of them over the layers, under a label.
 
-Written as everywhere (`config.parse_mechanisms`); a label of your own may follow an @, as in
+Written as everywhere else (`config.parse_mechanisms`); a label of your own may follow after @, as in
 `sparse-geometric:gate=log@log gate`.
 """
 
@@ -26,9 +26,9 @@ class Variant:
     mechanism: tuple[MechanismSpec, ...]
     """One for all layers, or a pattern that repeats over them."""
     ablation: str | None = None
-    """The registered ablation that its options are, if they are one."""
+    """The registered ablation that its options make up, if they do."""
     control: bool = False
-    """Whether it was added to see what the study can tell, and not asked for."""
+    """Whether it was added to see what the study can tell, rather than asked for."""
 
     @classmethod
     def parse(cls, text: str) -> "Variant":
@@ -38,9 +38,13 @@ class Variant:
             raise HeadgateError(
                 f"variant {text!r} has an empty label; write it after the @, or leave the @ out"
             )
+        if len(label) > 100 or not label.isprintable():
+            raise HeadgateError(
+                f"variant {text!r} has a label that is too long, or that cannot be printed; choose another"
+            )
         if label.strip() == SEAL:
             raise HeadgateError(
-                f"variant {text!r} has the label {SEAL!r}, which files of a study use; choose another"
+                f"variant {text!r} has the label {SEAL!r}, which a study's files use; choose another"
             )
         ablation = _ablation(specs[0]) if len(specs) == 1 else None
         plain = "+".join(written.without_file for written in split_mechanisms(body))
@@ -50,13 +54,13 @@ class Variant:
     def folder(self) -> str:
         """A folder name that every file system accepts and that belongs to this label alone."""
         plain = re.sub(r"[^A-Za-z0-9._=+-]+", "-", self.label).strip("-.")
-        if plain == self.label:
+        if plain == self.label and len(plain) <= 100:
             return plain
         return f"{plain[:60]}-{hashlib.sha256(self.label.encode()).hexdigest()[:8]}".lstrip("-")
 
     @property
     def pattern(self) -> str:
-        """The mechanisms in words that `headgate train` takes."""
+        """The mechanisms as `headgate train` takes them."""
         return json.dumps([asdict(spec) for spec in self.mechanism])
 
     def config(self, base: Config) -> Config:
@@ -64,7 +68,7 @@ class Variant:
         return replace(base, model=replace(base.model, mechanism=self.mechanism))
 
     def options(self, model: ModelConfig) -> list[dict[str, Any]]:
-        """Every option of each mechanism of the pattern, as it comes out in this model."""
+        """Every option of each mechanism of the pattern, with its value in this model."""
         return [asdict(make_options(s.name, s.options, model.shared_options)) for s in self.mechanism]
 
 
@@ -76,7 +80,7 @@ def _ablation(spec: MechanismSpec) -> str | None:
 
 
 def parse_variants(names: Sequence[str], model: ModelConfig) -> tuple[Variant, ...]:
-    """The baseline first, then what is named, or the four papers' mechanisms."""
+    """The baseline first, then the named ones or the four papers' mechanisms."""
     found = [Variant.parse(name) for name in names or on_shelf("papers")]
     if not any(variant.mechanism == (MechanismSpec(BASELINE),) for variant in found):
         found.insert(0, Variant.parse(BASELINE))
@@ -93,7 +97,7 @@ def parse_variants(names: Sequence[str], model: ModelConfig) -> tuple[Variant, .
 
 
 def with_ablations(text: str) -> tuple[str, ...]:
-    """A mechanism and each of its ablations, as they are written; its own options go to all of them."""
+    """A mechanism and each of its ablations, as they are written; its own options apply to all of them."""
     parse_mechanisms(text)  # runs its file, if it names one
     written = split_mechanisms(text)
     if len(written) > 1:
@@ -102,6 +106,6 @@ def with_ablations(text: str) -> tuple[str, ...]:
     ablations = MECHANISMS.get(name).ablations
     if not ablations:
         having = [other for other in MECHANISMS.names() if MECHANISMS.get(other).ablations]
-        raise HeadgateError(f"{name} has no ablations; those that have some are {', '.join(having)}")
+        raise HeadgateError(f"{name} has no ablations; mechanisms that have some are {', '.join(having)}")
     head = f"{file}:{name}" if file else name
     return text, *(f"{head}:{','.join(filter(None, (ablation, words)))}" for ablation in ablations)

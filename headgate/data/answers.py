@@ -1,8 +1,8 @@
-"""Answers: the tokens that a loss mask picks out, and what is known of each of them.
+"""Answers: the tokens that a loss mask marks, and what is known about each.
 
-A task marks every answer in its `.ds.loss` mask with the number of a group, from 1 on. The groups stand in
-the manifest: how far back the answer has to look, and among how many pairs. A mask of ones, as `recall`
-writes it, has no groups; the distances are then searched for.
+A task marks every answer in its `.ds.loss` mask with the number of its group, from 1 up. The manifest lists
+the groups: how far back the answer has to look, and among how many pairs. A mask of ones, as `recall` writes
+it, has no groups; the distances are then worked out.
 """
 
 import itertools
@@ -16,18 +16,18 @@ MOST_GROUPS = 255
 
 @dataclass(frozen=True)
 class AnswerGroup:
-    """Answers of one kind; None is for what does not apply to a task."""
+    """Answers of one kind; None where something does not apply to a task."""
 
     distance: tuple[int, int] | None = None
-    """What is asked for stands this many tokens before the query: from the first up to, not including, the
-    second."""
+    """What is asked for is this many tokens before the query: from the first number up to but not including
+    the second."""
     pairs: int | None = None
-    """Pairs of key and value in the sample."""
+    """Key-value pairs in the sample."""
 
 
 @dataclass(frozen=True)
 class Level:
-    """A loss in nats an answer, and the share of answers that are right."""
+    """A loss in nats per answer, and the share of answers that are right."""
 
     loss: float
     accuracy: float
@@ -35,23 +35,24 @@ class Level:
 
 @dataclass(frozen=True)
 class TaskRecord:
-    """What the manifest says of a task besides its options."""
+    """What the manifest says about a task besides its options."""
 
     name: str
     context: int
-    """Tokens of a sample; train with this context."""
+    """Tokens in a sample; train with this context."""
     judged_by: Literal["accuracy", "loss"]
     chance: Level
-    """Of a model that knows the task but not the sample."""
+    """The level of a model that knows the task but not the sample."""
     optimum: Level
-    """Of the best model there can be, over the validation split."""
+    """The level of the best possible model on the validation split."""
     test_optimum: Level
-    """The same over the test split."""
+    """The same on the test split."""
     groups: tuple[AnswerGroup, ...] = ()
-    """Group n has the mark n + 1 in the loss mask."""
+    """Group n is marked n + 1 in the loss mask."""
 
     def score(self, loss: float | None, accuracy: float | None, split: str = "val") -> float | None:
-        """The share of the way from chance to the optimum of a split; below 0 if worse than chance."""
+        """How far a split's result is from chance to the optimum, as a share; below 0 if worse than
+        chance."""
         value = loss if self.judged_by == "loss" else accuracy
         if value is None:
             return None
@@ -67,10 +68,10 @@ def position_bins(length: int) -> list[tuple[int, int]]:
 
 
 def distances(tokens: np.ndarray, targets: np.ndarray, asked: np.ndarray) -> np.ndarray:
-    """How far before each query its key last stood, or a token that joins it to its value; 0 where neither
+    """How far before each query its key last appeared, or a token that joins it to its value; 0 where neither
     did, or where no answer is asked: (B,T).
 
-    `tokens` (B,T) are what a model reads, `targets` what comes next, `asked` where that is an answer.
+    `tokens` (B,T) are what a model reads, `targets` the next tokens, `asked` where the target is an answer.
     """
     found = np.zeros(tokens.shape, dtype=np.int64)
     for row, place in zip(*np.nonzero(asked), strict=True):

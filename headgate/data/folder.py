@@ -1,7 +1,8 @@
-"""The folder that prepare writes: whose it is, how far it has come, and what is taken away again.
+"""The folder that prepare writes: which process owns it, how far it has come, and what is removed again.
 
-A folder is one process's at a time. `progress.json` marks it as begun: until a document is noted there, all
-that prepare may have written is removed before another beginning. Nothing else in a folder is ever touched.
+One process owns a folder at a time. `progress.json` marks it as started: until a document is recorded there,
+everything that prepare may have written is removed before it starts again. Nothing else in a folder is
+touched.
 """
 
 import os
@@ -21,12 +22,12 @@ from headgate.errors import HeadgateError
 
 SMALL = ("sources.jsonl", "tokenizer.json", "manifest.json", "progress.json")
 LEFTOVER = re.compile(rf"\.({'|'.join(map(re.escape, SMALL))})\.\d+\.tmp")
-"""What an interrupted write of a small file leaves."""
+"""The temporary file that an interrupted write leaves."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A place in the source, and what had been written when it was reached."""
+    """A place in the source, and what had been written by then."""
 
     file: int = 0
     row: int = 0
@@ -44,30 +45,31 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class PrepareState:
-    """What `progress.json` holds while the work is not done."""
+    """What `progress.json` holds until the work is done."""
 
     request: Mapping[str, Any]
     now: Checkpoint = Checkpoint()
     file_start: Checkpoint = Checkpoint()
-    """Where to go back to if the file being read has changed meanwhile, as when a bad row was mended."""
+    """Where to go back to if the file being read has changed since, for example because a bad row was
+    fixed."""
     fingerprint: str = ""
-    """Of the file being read."""
+    """The fingerprint of the file being read."""
     end_of_text: str = ""
     """The tokenizer's closing token, once the folder has a tokenizer."""
     finished: bool = False
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether nothing is left to do in it, not even to clear away."""
+    """Whether nothing is left to do in it, not even cleaning up."""
     left = any(os.path.exists(folder / name) for name in ("progress.json", ".lock"))
     return os.path.exists(folder / "manifest.json") and not left
 
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Keep a folder for this process; it is made if it is missing, and removed if nothing was left in it.
+    """Reserve a folder for this process; it is created if missing, and removed if it ends up empty.
 
-    A signal that asks the process to end is answered as Ctrl-C is: what is done is noted first.
+    A signal that asks the process to end is handled like Ctrl-C: what is done is recorded first.
     """
     try:
         with files.locked(folder, "prepared"), _signals():
@@ -89,7 +91,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _signals() -> Iterator[None]:
-    """While inside, SIGTERM and SIGHUP are Ctrl-C by another name; one that is ignored or taken stays so."""
+    """Inside, SIGTERM and SIGHUP act like Ctrl-C; one that is ignored or handled already is left alone."""
     numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
     if threading.current_thread() is not threading.main_thread():
         numbers = []
@@ -104,7 +106,7 @@ def _signals() -> Iterator[None]:
 
 
 def begun(folder: Path) -> PrepareState | None:
-    """What an earlier call noted here; None, and the folder empty, where no document had been kept."""
+    """What an earlier call recorded here; None, with the folder emptied, if no document had been kept."""
     if (folder / "progress.json").exists():
         progress = config.load(PrepareState, folder / "progress.json")
         if progress.now.documents:
@@ -124,17 +126,17 @@ def begun(folder: Path) -> PrepareState | None:
 
 
 def remove(folder: Path, *names: str) -> None:
-    """Remove these files, and what an interrupted write of a small file left under its temporary name."""
+    """Remove these files, and any temporary files that interrupted writes left behind."""
     leftovers = [path for path in folder.glob(".*.tmp") if LEFTOVER.fullmatch(path.name)]
     for path in [*leftovers, *(folder / name for name in names)]:
         path.unlink(missing_ok=True)
 
 
 def remove_all(folder: Path) -> None:
-    """Empty a folder in which no document has been kept yet; its mark of ownership goes last."""
+    """Empty a folder in which no document has been kept yet; the file that marks it as ours goes last."""
     for home in (folder / name for name in SPLITS):
         if home.is_symlink():
-            raise HeadgateError(f"{str(home)!r} is a link; expected a folder of its own: remove it")
+            raise HeadgateError(f"{str(home)!r} is a link; expected a real folder: remove it")
         for path in home.glob("*.ds*"):
             if WRITTEN.fullmatch(path.name):
                 path.unlink()

@@ -1,11 +1,11 @@
 """Batches from token shards, in an order that is a pure function of the seed and the epoch.
 
 The tokens of a split are one stream, cut into windows of `length` tokens; a window's targets are its tokens
-moved on by one. A pass over all windows in shuffled order is an epoch. A sample is a place in the endless row
-of epochs: sample s is window number `permute(s % windows)` of epoch `s // windows`. So the whole state of a
-loader is how many samples have been served, and any number of ranks can share them out or take over.
+shifted by one. A pass over all windows in shuffled order is an epoch. A sample is a place in the endless
+sequence of epochs: sample s is window number `permute(s % windows)` of epoch `s // windows`. So the whole
+state of a loader is how many samples it has served, and any number of ranks can share them or take over.
 
-With packing, a window is a sequence of whole documents instead, and all else stays the same.
+With packing, a window is a sequence of whole documents instead; everything else stays the same.
 """
 
 import hashlib
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 IGNORED = -100
-"""The target of a token that does not count: what PyTorch's losses leave out."""
+"""The target of a token that does not count: the index that PyTorch's losses ignore."""
 ORDER_BLOCK = 4096
 OPEN_SHARDS = 128
 
 
 @dataclass(frozen=True)
 class DocumentLengths:
-    """How long the documents are that stand in the windows of a split, as far as they stand in one."""
+    """The lengths of the documents in a split's windows, as the windows cut them."""
 
     lengths: np.ndarray
-    """Different ones, rising."""
+    """Distinct lengths, ascending."""
     counts: np.ndarray
-    """How many documents are so long."""
+    """How many documents have each length."""
 
     @property
     def tokens(self) -> int:
@@ -51,23 +51,23 @@ class DocumentLengths:
 
 
 class Windows:
-    """The windows of a split; every token but the first is a target that counts in exactly one of them.
+    """The windows of a split; every token but the first is a target that counts in exactly one window.
 
-    The last window is moved back to end with the stream; the targets that it shares with the one before are
-    ignored in it, and so are those that a shard's loss mask leaves out. With `documents` a window's documents
-    are to be kept apart: `document_ids` says which is which, and a target that begins another document than
-    its token's is ignored, unless `count_boundaries`.
+    The last window is moved back to end with the stream; targets that it shares with the window before are
+    ignored in it, and so are those that a shard's loss mask leaves out. With `documents`, a window's
+    documents are to be kept apart: `document_ids` says which token belongs to which, and a target that begins
+    another document than its token's is ignored, unless `count_boundaries`.
     """
 
     def __init__(
         self, split: Split, length: int, *, documents: bool = False, count_boundaries: bool = False
     ) -> None:
         if length < 1:
-            raise HeadgateError(f"length={length} is too small; a window has at least 1 token")
+            raise HeadgateError(f"length={length} is too small; a window needs at least 1 token")
         if split.tokens <= length:
             raise HeadgateError(
-                f"split {split.name!r} has {split.tokens} tokens, too few for a window of {length} and the "
-                "target of its last one; choose a shorter length or prepare more text"
+                f"split {split.name!r} has {split.tokens} tokens, too few for a window of {length} and a "
+                "target for its last token; choose a shorter length or prepare more text"
             )
         bare = next((shard for shard in split.shards if documents and not shard.has_index), None)
         if bare is not None:
@@ -82,7 +82,7 @@ class Windows:
         self.answer_groups = split.task.groups if split.task is not None else ()
         self.has_documents = all(shard.has_index for shard in split.shards)
         self._starts = list(itertools.accumulate((shard.tokens for shard in split.shards), initial=0))
-        # Memory maps hold a file open each, and a folder from a cluster may have thousands of shards.
+        # Each memory map holds a file open, and a folder from a cluster may have thousands of shards.
         self._tokens = lru_cache(OPEN_SHARDS)(lambda shard: split.shards[shard].load_tokens())
         self._ends = lru_cache(OPEN_SHARDS)(lambda shard: split.shards[shard].load_ends())
         self._loss = lru_cache(OPEN_SHARDS)(lambda shard: split.shards[shard].load_loss())
@@ -114,12 +114,12 @@ class Windows:
         return torch.from_numpy(tokens), torch.from_numpy(targets)
 
     def document_ids(self, windows: Sequence[int] | np.ndarray) -> "Tensor":
-        """For each token of these windows, the number in the split of the document it stands in: (B,T); for
-        padding, a number above all others."""
+        """For each token of these windows, the number in the split of its document: (B,T); for padding, a
+        number above all others."""
         return self._numbered(windows, 0)
 
     def target_documents(self, windows: Sequence[int] | np.ndarray) -> "Tensor":
-        """For each target of these windows, the number in the split of the document it stands in: (B,T)."""
+        """For each target of these windows, the number in the split of its document: (B,T)."""
         return self._numbered(windows, 1)
 
     def _numbered(self, windows: Sequence[int] | np.ndarray, ahead: int) -> "Tensor":
@@ -151,7 +151,7 @@ class Windows:
         return self._documents_before[-1]
 
     def document_lengths(self) -> DocumentLengths:
-        """Of the documents as the windows cut them."""
+        """The lengths of the documents as the windows cut them."""
         places = [np.arange(0, self.split.tokens, self.length)]
         for before, shard in zip(self._starts, self.split.shards, strict=False):
             places.append(before + shard.load_ends().astype(np.int64))
@@ -168,7 +168,7 @@ class Windows:
 
     @cached_property
     def _documents_before(self) -> list[int]:
-        """For each shard, how many documents stand in those before it; then how many there are."""
+        """For each shard, how many documents come before it; then the total."""
         return list(itertools.accumulate((len(shard.load_ends()) for shard in self.split.shards), initial=0))
 
     def _numbers(self, shard: int, first: int, last: int) -> np.ndarray:
@@ -179,7 +179,7 @@ class Windows:
         return np.repeat(self._documents_before[shard] + np.arange(low, high + 1), np.diff(edges))
 
     def _beginnings(self, start: int, count: int) -> np.ndarray:
-        """Which of `count` tokens of the stream from `start` on are the first of a document."""
+        """Which of the stream's `count` tokens from `start` on are the first of a document."""
         found = []
         for shard, first, last, at in self._pieces(start, count):
             ends = self._ends(shard)
@@ -190,21 +190,21 @@ class Windows:
         return np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
 
     def _ignore(self, targets: np.ndarray, start: int) -> None:
-        """Take out the targets, which stand in the stream from `start` on, that a loss mask leaves out."""
+        """Mark as ignored the targets, at `start` and after in the stream, that a loss mask leaves out."""
         for shard, first, last, place in self._pieces(start, len(targets)):
             if self.split.shards[shard].has_loss:
                 targets[place : place + last - first][self._loss(shard)[first:last] == 0] = IGNORED
 
     def _stretches(self, window: int) -> Sequence[tuple[int, int, int]]:
-        """Of what a window consists: from where in the stream, to where in the row, how many tokens."""
+        """The stretches that make up a window: start in the stream, place in the row, number of tokens."""
         return [(min(window * self.length, self.split.tokens - 1 - self.length), 0, self.length)]
 
     def _seen_before(self, window: int) -> int:
-        """How many of a window's first targets count in the window before."""
+        """How many of a window's first targets already count in the window before."""
         return max(0, window * self.length - (self.split.tokens - 1 - self.length))
 
     def _pieces(self, start: int, count: int) -> Iterator[tuple[int, int, int, int]]:
-        """Where `count` tokens of the stream from `start` on lie: shard, first, last, place in the row."""
+        """Where the stream's `count` tokens from `start` on are: shard, first, last, place in the row."""
         place = 0
         shard = bisect_right(self._starts, start) - 1
         while place < count:
@@ -216,10 +216,10 @@ class Windows:
 
 
 class PackedDocuments(Windows):
-    """Windows of whole documents, as few as best fit makes them, the rest of each padded.
+    """Windows of whole documents, as few as best fit makes them, each padded at its end.
 
-    A document longer than a window is cut into windows of its own, and a rest. Every token but the first of
-    its document is a target that counts in exactly one of them.
+    A document longer than a window is cut into windows of its own and a remainder. Every token but the first
+    of its document is a target that counts in exactly one window.
     """
 
     def __init__(self, split: Split, length: int) -> None:
@@ -241,8 +241,8 @@ class PackedDocuments(Windows):
         return DocumentLengths(*np.unique(self._counts, return_counts=True))
 
     def _cut(self) -> tuple[np.ndarray, np.ndarray]:
-        """Where the pieces of all documents begin in the stream, and their lengths. A single token, which
-        could only end a document, is left out: it has no target."""
+        """Where the pieces of all documents begin in the stream, and their lengths. A piece of one token,
+        which can only be the end of a document, is left out: it has no target."""
         starts, counts = [], []
         for before, shard in zip(self._starts, range(len(self.split.shards)), strict=False):
             ends = before + np.asarray(self._ends(shard)).astype(np.int64)
@@ -266,7 +266,8 @@ class PackedDocuments(Windows):
 
 
 def document_lengths(split: Split, train: TrainConfig) -> DocumentLengths | None:
-    """How long the documents are that a run with these settings keeps apart; None if it does not."""
+    """The lengths of the documents that a run with these settings keeps apart; None if it keeps none
+    apart."""
     if train.documents == "stream":
         return None
     if train.packing == "whole":
@@ -275,7 +276,7 @@ def document_lengths(split: Split, train: TrainConfig) -> DocumentLengths | None
 
 
 def validation_windows(split: Split, length: int, train: TrainConfig) -> Windows:
-    """What a run with these settings is judged by: with masked documents, whole ones."""
+    """What a run with these settings is evaluated on: whole documents if documents are masked."""
     if train.documents == "stream":
         return Windows(split, length)
     if train.boundaries == "count":
@@ -303,19 +304,19 @@ class Loader:
         packing: Literal["stream", "whole"] = "stream",
         state: Mapping[str, int] | None = None,
     ) -> None:
-        """`batch_size` counts this rank's sequences; `state` is what `state()` gave on any rank.
+        """`batch_size` counts this rank's sequences; `state` is what `state()` returned on any rank.
 
-        With `document_ids`, documents are to be kept apart: the targets across their boundaries are ignored,
+        With `document_ids`, documents are to be kept apart: targets across their boundaries are ignored,
         unless `count_boundaries`. `packing="whole"` fills sequences with whole documents.
         """
         if batch_size < 1 or not 0 <= rank < ranks:
             raise HeadgateError(
-                f"batch_size={batch_size}, rank={rank}, ranks={ranks} do not fit; "
+                f"batch_size={batch_size}, rank={rank}, ranks={ranks} do not go together; "
                 "expected a batch of at least 1, and a rank from 0 to ranks - 1"
             )
         if packing == "whole" and (not document_ids or count_boundaries):
             raise HeadgateError(
-                "packing='whole' lays documents together in an order of its own, in which none follows from "
+                "packing='whole' puts documents together in an order of its own, in which none continues "
                 "another; use it with document_ids, and without count_boundaries"
             )
         self.windows = (
@@ -335,7 +336,7 @@ class Loader:
         return self._samples // len(self.windows)
 
     def state(self) -> dict[str, int]:
-        """All that a later loader needs to go on; the same for every rank."""
+        """All that a later loader needs to continue; the same on every rank."""
         state = {
             "samples": self._samples,
             "seed": self.seed,
@@ -369,7 +370,7 @@ class Loader:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def _order_block(self, epoch: int, block: int) -> np.ndarray:
-        """A stretch of an epoch's order; many at once cost far less than one by one."""
+        """A stretch of an epoch's order; computing many at once is far cheaper than one by one."""
         count = len(self.windows)
         places = np.arange(block * ORDER_BLOCK, min((block + 1) * ORDER_BLOCK, count))
         return permute(places, count, self.seed, epoch)
@@ -393,10 +394,10 @@ class Loader:
 
 
 def permute(places: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:
-    """Where a shuffle of `range(count)` sends each of `places`, without holding the shuffle.
+    """Where a shuffle of `range(count)` sends each of `places`, without storing the shuffle.
 
-    A Feistel network permutes the numbers of an even count of bits, at least six, as fewer mix badly; a
-    result at or beyond `count` is permuted again until it falls below, which keeps it a permutation.
+    A Feistel network permutes the numbers with an even number of bits, at least six, since fewer mix badly; a
+    result of `count` or more is permuted again until it falls below, which keeps it a permutation.
     """
     half = np.uint64(max(((count - 1).bit_length() + 1) // 2, 3))
     mask = np.uint64((1 << int(half)) - 1)

@@ -1,7 +1,7 @@
-"""Whole documents laid together into sequences, so that few are cut and little is padded.
+"""Packs whole documents into sequences, so that few are cut and little is padded.
 
-Best fit, the longest first (as arXiv 2404.10830): each piece goes where it leaves the least room. Pieces of
-one length are placed together, so the time hardly depends on how many there are.
+Best fit, longest first (as in arXiv 2404.10830): each piece goes where it leaves the least room. Pieces of
+equal length are placed together, so the time hardly depends on how many there are.
 """
 
 import numpy as np
@@ -13,8 +13,8 @@ def pack(lengths: np.ndarray, capacity: int) -> np.ndarray:
     order = np.argsort(-lengths, kind="stable")
     edges = np.flatnonzero(np.diff(lengths[order], prepend=-1, append=-1))
     sequences, opened = np.empty(len(lengths), dtype=np.int64), 0
-    rooms: dict[int, list[np.ndarray]] = {}  # by the tokens that still fit in: sequences
-    known = 0  # bit r is set while rooms has some with r
+    rooms: dict[int, list[np.ndarray]] = {}  # room left in tokens -> sequences
+    known = 0  # bit r is set while rooms has a sequence with r left
 
     def leave(room: int, chunk: np.ndarray) -> None:
         nonlocal known

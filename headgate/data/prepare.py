@@ -1,9 +1,9 @@
 """From a source to a folder of token shards: split by the text itself, in parallel, and safe to interrupt.
 
-One thread reads, the workers tokenise, and the reader appends their results in the order of the source. All
+One thread reads, the workers tokenise, and the reader appends their results in the source's order. Everything
 that depends on order (repeats, limits, shards) happens there, so any number of workers writes the same bytes.
-Every second or so the files are flushed and `progress.json` notes how far they reach; a later run cuts them
-back to that note and goes on. `manifest.json` comes last: a folder that has one is whole.
+About once a second the files are flushed and `progress.json` records how far they reach; a later run cuts
+them back to that record and continues. `manifest.json` comes last: a folder that has one is complete.
 """
 
 import itertools
@@ -33,25 +33,25 @@ from headgate.version import __version__
 
 COMMIT_SECONDS = 1.0
 TRAINING_BYTES = 256 << 20
-"""What `bpe:N` learns from: at most so much of the training split, from its beginning."""
+"""What `bpe:N` learns from: at most this much of the training split, from its beginning."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of `prepare`: the same request of the same source writes the same bytes."""
+    """What `prepare` is asked for: the same request of the same source writes the same bytes."""
 
     source: str
     tokenizer: str = "bpe:4096"
     text_column: str = "text"
     splits: Shares = (80, 10, 10)
     dedup: bool = False
-    """Drop the repeats of a text."""
+    """Drop repeated texts."""
     max_tokens: int | None = None
-    """Stop with the document that reaches this many, over all splits."""
+    """Stop at the document that reaches this many, over all splits."""
     end_of_text: str | None = None
     """The token that closes each document; the tokenizer's own when None."""
     separator: str | None = None
-    """What stands between the documents of a text file; the file is one document when None."""
+    """The text between two documents of a text file; None makes the file one document."""
 
     def __post_init__(self) -> None:
         if self.separator == "":
@@ -68,14 +68,14 @@ def prepare(request: Request, out: str | os.PathLike[str], *, workers: int | Non
     source = TextSource(
         request.source, text_column=request.text_column, separator=request.separator, out=folder
     )
-    if is_finished(folder):  # perhaps on a disk that nothing can be written to
+    if is_finished(folder):  # perhaps on a read-only disk
         return _finished(request, source, folder)
     with writing(folder):
         return _prepare(request, source, folder, workers or cores())
 
 
 def _finished(request: Request, source: TextSource, folder: Path) -> Manifest:
-    """The manifest of a folder that has one, if it is of this request and its files are all there."""
+    """The manifest of a finished folder, if it matches this request and its files are all there."""
     manifest = shards.check_data(folder, verify=False)
     assert manifest is not None
     _refuse_another(folder, request, manifest.request, source)
@@ -93,8 +93,8 @@ def _prepare(request: Request, source: TextSource, folder: Path, workers: int) -
         with Progress(1.0) as display:
             if len(source.files) == 1 and source.files[0].whole:
                 display.say(
-                    f"{source.files[0].name!r} is one document, which falls into one split as a whole; "
-                    "--separator '\\n\\n' would make a document of each paragraph"
+                    f"{source.files[0].name!r} is one document, which goes into one split as a whole; "
+                    "--separator '\\n\\n' would make each paragraph a document"
                 )
             tokenizer = _tokenizer(folder, request, source, progress.end_of_text, display)
             progress = replace(progress, end_of_text=tokenizer.end_of_text)
@@ -131,7 +131,7 @@ def _prepare(request: Request, source: TextSource, folder: Path, workers: int) -
 
 
 def _resume(folder: Path, request: Request, source: TextSource) -> PrepareState:
-    """How far an earlier run came, or the beginning."""
+    """How far an earlier run came, or the start."""
     progress = begun(folder)
     if progress is None:
         return PrepareState(config.to_dict(request))
@@ -151,16 +151,16 @@ def _refuse_another(
     source: TextSource,
     files_done: int | None = None,
 ) -> None:
-    """Raise, with the difference, unless this asks for what the folder was begun with."""
+    """Raise, naming the difference, unless this asks for what the folder was started with."""
     asked = config.to_dict(request)
     differences = [
-        f"{name}={begun.get(name)!r} and not {'none' if value is None else repr(value)}"
+        f"{name}={begun.get(name)!r}, not {'none' if value is None else repr(value)}"
         for name, value in asked.items()
         if begun.get(name) != value
     ]
     given, copy = local_file(request.tokenizer), folder / "tokenizer.json"
     if not differences and given and copy.exists() and definition_of(given) != files.read_text(copy):
-        differences = [f"another {str(given)!r}, whose contents have changed since"]
+        differences = [f"a different {str(given)!r}, whose contents have changed since"]
     if not differences and (folder / "sources.jsonl").exists():
         before = _listed(folder / "sources.jsonl")[:files_done]
         now = [(file.name, file.size) for file in source.files][:files_done]
@@ -170,12 +170,12 @@ def _refuse_another(
             differences = [f"a source {was} {name!r} of {size} bytes"]
     if differences:
         raise HeadgateError(
-            f"{str(folder)!r} was begun with {', '.join(differences)}; choose another folder or delete it"
+            f"{str(folder)!r} was started with {'; '.join(differences)}; choose another folder or delete it"
         )
 
 
 def _listed(path: Path) -> list[tuple[str, int]]:
-    """Names and sizes of the files that the source had."""
+    """Names and sizes of the files in the source."""
     try:
         lines = files.read_text(path).splitlines()
         return [(entry["name"], entry["size"]) for entry in map(json.loads, lines)]
@@ -186,7 +186,7 @@ def _listed(path: Path) -> list[tuple[str, int]]:
 def _tokenizer(
     folder: Path, request: Request, source: TextSource, end_of_text: str, display: Progress
 ) -> Tokenizer:
-    """The tokenizer of the folder; made, and kept there, unless it was before, as its closing token tells."""
+    """The folder's tokenizer; made and kept there unless it already was, as its closing token shows."""
     path = folder / "tokenizer.json"
     if end_of_text:
         return Tokenizer.of_file(path, end_of_text=end_of_text)
@@ -223,8 +223,8 @@ def _training_texts(source: TextSource, shares: Shares, limit: int) -> Iterator[
                     return
     if left == limit and found:
         raise HeadgateError(
-            f"source {source.given!r} has no text that falls into the training split of --splits "
-            f"{'/'.join(map(str, shares))}; give training a larger share, or bring more text"
+            f"no text of source {source.given!r} falls into the training split of --splits "
+            f"{'/'.join(map(str, shares))}; give training a larger share, or add more text"
         )
     if not found:
         raise HeadgateError(f"source {source.given!r} is empty: its files hold no documents")
@@ -299,7 +299,7 @@ def _write_shards(
 def _append(
     encoded: Encoded, request: Request, tokens: int, writers: list[ShardWriter], seen: Seen | None
 ) -> int:
-    """Write the documents that are wanted to their splits; returns how many repeats were dropped."""
+    """Write the wanted documents to their splits; returns how many repeats were dropped."""
     keep = np.ones(len(encoded.keys), dtype=bool) if seen is None else seen.first_time(encoded.keys)
     repeats = ~keep
     if request.max_tokens is not None:

@@ -1,10 +1,10 @@
 """Token shards: what a prepared folder holds, how it is written, and how it is checked before use.
 
-A shard is datatrove's: `NAME.ds` holds the tokens, little-endian, of two or four bytes each; `NAME.ds.index`
-where each document ends, in tokens, as uint64; an optional `NAME.ds.loss` one byte a token, nonzero where the
-token counts in the loss; of a task it is the number of its group of answers (`data/answers.py`).
-`manifest.json` says what stands in the folder, with a checksum of every file; a folder that datatrove wrote
-has none, and is read all the same.
+A shard has datatrove's format: `NAME.ds` holds the tokens, little-endian, two or four bytes each;
+`NAME.ds.index` where each document ends, in tokens, as uint64; an optional `NAME.ds.loss` one byte per token,
+nonzero where the token counts in the loss; for a task it is the number of its group of answers
+(`data/answers.py`). `manifest.json` says what is in the folder, with a checksum of every file; a folder that
+datatrove wrote has none, and can be read all the same.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from headgate.version import __version__
 FORMAT = 1
 SPLITS = ("train", "val", "test")
 SHARD_TOKENS = 1 << 27
-"""A shard that has reached this many tokens is followed by another."""
+"""A shard that reaches this many tokens is followed by another."""
 PARTS = (".ds", ".ds.index", ".ds.loss")
 WRITTEN = re.compile(r"(\d{5,})\.ds(\.index|\.loss)?(\.tmp)?")
 """What the files of a split are called, finished or not."""
@@ -41,9 +41,9 @@ class ShardRecord:
     documents: int
     tokens: int
     sha256: Mapping[str, str]
-    """Of each of its files, by suffix."""
+    """The checksum of each of its files, by suffix."""
     largest: int | None = None
-    """The largest token; unknown in a folder that version 0.1 wrote, until it is checked."""
+    """The largest token; unknown in a folder that version 0.1 wrote until it is checked."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class SplitRecord:
     name: str
     documents: int
     bytes: int
-    """Of the documents' texts in UTF-8; with `tokens`, what turns a loss into bits per byte."""
+    """Size of the documents' texts in UTF-8; with `tokens`, this turns a loss into bits per byte."""
     tokens: int
     shards: tuple[ShardRecord, ...]
 
@@ -61,7 +61,7 @@ class SourcesRecord:
     files: int
     bytes: int
     sha256: str
-    """Of sources.jsonl, which lists the files."""
+    """The checksum of sources.jsonl, which lists the files."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class TokenizerRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What `manifest.json` says of a prepared folder."""
+    """What `manifest.json` says about a prepared folder."""
 
     format: int
     headgate: str
@@ -87,7 +87,7 @@ class Manifest:
     repeats_dropped: int
     splits: tuple[SplitRecord, ...]
     task: TaskRecord | None = None
-    """Of a synthetic task: chance, optimum, and what the marks of its answers mean."""
+    """For a synthetic task: chance, optimum, and what the marks of its answers mean."""
 
     def split(self, name: str) -> SplitRecord:
         for split in self.splits:
@@ -96,7 +96,7 @@ class Manifest:
         raise HeadgateError(f"the manifest has no split {name!r}: it is damaged; {AGAIN}")
 
     def refuse_nonsense(self, path: Path) -> None:
-        """Raise if it contradicts itself, or names files that are not those of its splits."""
+        """Raise if it contradicts itself, or names files that do not belong to its splits."""
         words, wrong = self.tokenizer, ""
         shards = [(split, shard) for split in self.splits for shard in split.shards]
         if not 0 <= words.end_of_text_id < words.vocab_size:
@@ -134,7 +134,7 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest | None:
         manifest = config.load(Manifest, path)
         if manifest.format != FORMAT:
             raise HeadgateError(
-                f"{path} is of format {manifest.format}, and headgate {__version__} reads format {FORMAT}; "
+                f"{path} has format {manifest.format}, but headgate {__version__} reads format {FORMAT}; "
                 f"use headgate {manifest.headgate}, which wrote it, or prepare the data again"
             )
         manifest.refuse_nonsense(path)
@@ -148,16 +148,16 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest | None:
 
 @dataclass(frozen=True)
 class Shard:
-    """A shard on the disk, found sound in size and index."""
+    """A shard on disk whose size and index have been checked."""
 
     path: Path
-    """Of its tokens; the other files stand beside it."""
+    """The file of its tokens; the others are beside it."""
     tokens: int
     dtype: str
     has_index: bool
     has_loss: bool
     largest: int | None = None
-    """The largest token, if it is known."""
+    """The largest token, if known."""
 
     def load_tokens(self) -> np.ndarray:
         return _map(self.path, self.dtype)
@@ -178,9 +178,9 @@ class Split:
     name: str
     shards: tuple[Shard, ...]
     bytes: int | None = None
-    """Of the documents' texts; unknown in a folder that datatrove wrote."""
+    """Size of the documents' texts; unknown in a folder that datatrove wrote."""
     task: TaskRecord | None = None
-    """What the manifest says of the task, if it is one."""
+    """What the manifest says about the task, if it is one."""
 
     @property
     def tokens(self) -> int:
@@ -191,8 +191,8 @@ def open_split(folder: str | os.PathLike[str], name: str, *, verify: bool = True
     """Open a split of a prepared folder, or of one that datatrove wrote.
 
     Without a manifest, the split is the folder of its name, or for `train` the folder itself. Sizes and
-    indexes are always checked, with `verify` also the checksums and the largest token: damage is named here,
-    not in mid-training.
+    indexes are always checked; with `verify`, checksums and the largest token are too: damage is reported
+    here, not in the middle of training.
     """
     folder = files.named(folder, "the data folder")
     manifest = read_manifest(folder)
@@ -223,24 +223,24 @@ def open_split(folder: str | os.PathLike[str], name: str, *, verify: bool = True
 
 
 def check_range(vocab_size: int, *splits: Split) -> None:
-    """Raise if a model with so many entries would meet a token that it does not know."""
+    """Raise if a model with this many entries would meet a token that it does not know."""
     for split in splits:
         for shard in split.shards:
             if shard.largest is not None and shard.largest >= vocab_size:
                 raise HeadgateError(
-                    f"{shard.path} has the token {shard.largest}, and the model only {vocab_size} entries; "
-                    f"set model.vocab_size to at least {shard.largest + 1}"
+                    f"{shard.path} has the token {shard.largest}, but the model has only {vocab_size} "
+                    f"entries; set model.vocab_size to at least {shard.largest + 1}"
                 )
 
 
 def open_shard(path: Path, *, dtype: str | None = None) -> Shard:
-    """Check a shard's size against its index, and tell its token width from them or datatrove's metadata."""
+    """Check a shard's size against its index, and infer its token width from them or datatrove's metadata."""
     with _reading(path):
         return _open_shard(path, dtype)
 
 
 def _open_shard(path: Path, dtype: str | None) -> Shard:
-    files.open_to_read(path).close()  # a pipe or a folder of that name is refused
+    files.open_to_read(path).close()  # refuses a pipe or a folder of that name
     size = path.stat().st_size
     index, loss, metadata = beside(path, ".index"), beside(path, ".loss"), beside(path, ".metadata")
     counts: dict[Path, int] = {}
@@ -260,14 +260,14 @@ def _open_shard(path: Path, dtype: str | None) -> Shard:
         dtype = next((f"<u{width}" for width in (2, 4) if width * counts[index] == size), "<u2")
     if dtype is None:
         raise HeadgateError(
-            f"{path} has neither an index nor metadata beside it, so its tokens may have 2 bytes or 4"
+            f"{path} has neither an index nor metadata beside it, so its tokens may take 2 bytes or 4"
         )
     tokens, rest = divmod(size, np.dtype(dtype).itemsize)
-    for told_by, count in counts.items():
+    for claimed_by, count in counts.items():
         if rest or count != tokens:
             raise HeadgateError(
                 f"{path} has {size} bytes, not {count} tokens of {np.dtype(dtype).itemsize} bytes "
-                f"as {told_by.name} says: one of them is damaged"
+                f"as {claimed_by.name} says: one of them is damaged"
             )
     if loss.is_file() and loss.stat().st_size != tokens:
         raise HeadgateError(
@@ -277,9 +277,9 @@ def _open_shard(path: Path, dtype: str | None) -> Shard:
 
 
 def check_data(folder: str | os.PathLike[str], *, verify: bool = True) -> Manifest | None:
-    """Verify all that a folder says of itself: checksums, indexes, counts and the range of the tokens.
+    """Verify everything a folder says about itself: checksums, indexes, counts and the range of the tokens.
 
-    Without `verify` the tokens are not read: sizes, indexes and counts alone are checked, in a moment.
+    Without `verify` the tokens are not read: only sizes, indexes and counts are checked, in a moment.
     """
     folder = files.named(folder, "the data folder")
     manifest = read_manifest(folder)
@@ -310,7 +310,7 @@ def check_data(folder: str | os.PathLike[str], *, verify: bool = True) -> Manife
             records.append(replace(record, largest=largest))
         checked.append(replace(split, shards=tuple(records)))
     known = replace(manifest, splits=tuple(checked))
-    if known != manifest:  # of version 0.1, which did not record the largest tokens
+    if known != manifest:  # written by version 0.1, which did not record the largest tokens
         with suppress(OSError):
             config.save(known, folder / "manifest.json", seal=True)
     return known
@@ -344,7 +344,7 @@ class ShardSize:
 
 @dataclass(frozen=True)
 class SplitState:
-    """How far a split has been written: enough to cut its files back to this moment and go on from it."""
+    """How far a split has been written: enough to cut its files back to this point and continue from it."""
 
     name: str
     bytes: int = 0
@@ -362,8 +362,8 @@ class SplitState:
 class ShardWriter:
     """Appends documents to the shards of one split, under temporary names until `publish`.
 
-    What was written after `state` was last flushed is cut off again when a writer is made from that state, so
-    a process that dies at any moment leaves nothing that a later one does not know of.
+    Whatever was written after `state` was last flushed is cut off when a writer is made from that state, so a
+    process that dies at any moment leaves nothing that a later one does not know about.
     """
 
     def __init__(
@@ -406,7 +406,7 @@ class ShardWriter:
             tokens, lengths = tokens[stop:], lengths[fits:]
 
     def flush(self) -> SplitState:
-        """Bring all of it to the disk."""
+        """Flush everything to disk."""
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
@@ -425,7 +425,7 @@ class ShardWriter:
             self._part(".ds.loss")
 
     def _part(self, suffix: str) -> IO[bytes]:
-        """The file of this suffix of the last shard, cut to what the state knows and ready to be added to."""
+        """The last shard's file with this suffix, cut to what the state knows and ready to append to."""
         if suffix not in self._files:
             last = self.state.shards[-1]
             bytes_each = {".ds": self._dtype.itemsize, ".ds.index": 8, ".ds.loss": 1}[suffix]
@@ -435,7 +435,7 @@ class ShardWriter:
             if os.fstat(file.fileno()).st_size < size:
                 file.close()
                 raise HeadgateError(
-                    f"{path} is shorter than when it was left; delete the folder and begin again"
+                    f"{path} is shorter than when it was left; delete the folder and start again"
                 )
             file.truncate(size)
             self._files[suffix] = io.BufferedWriter(file)
@@ -443,7 +443,7 @@ class ShardWriter:
 
 
 def publish(folder: Path, state: SplitState, dtype: np.dtype[Any]) -> SplitRecord:
-    """Give the files of a split their names and sum them up; done twice, it does no harm."""
+    """Give the files of a split their final names and total them up; doing it twice does no harm."""
     records = []
     for number, size in enumerate(state.shards):
         name = f"{state.name}/{number:05d}"
@@ -469,7 +469,7 @@ def sha256(path: Path) -> str:
 
 
 def _map(path: Path, dtype: str | np.dtype[Any]) -> np.ndarray:
-    return np.asarray(np.memmap(path, dtype=dtype, mode="r"))  # a plain array: slices of it are far cheaper
+    return np.asarray(np.memmap(path, dtype=dtype, mode="r"))  # a plain array: slicing it is far cheaper
 
 
 def _temporary(folder: Path, state: SplitState, number: int, suffix: str) -> Path:
@@ -477,7 +477,7 @@ def _temporary(folder: Path, state: SplitState, number: int, suffix: str) -> Pat
 
 
 def _recorded(folder: Path, record: ShardRecord, manifest: Manifest, verify: bool) -> Shard:
-    """A shard that is what the manifest says it is."""
+    """A shard, checked against what the manifest says about it."""
     for suffix in PARTS:
         path = folder / f"{record.name}{suffix}"
         with _reading(path):
@@ -530,7 +530,7 @@ def _find(folder: Path) -> list[Path]:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """A failure to read becomes one sentence."""
+    """Turn a failure to read into one sentence."""
     try:
         yield
     except OSError as error:
@@ -538,14 +538,14 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _read_metadata(path: Path) -> tuple[int, int]:
-    """The bytes a token and the count of tokens that datatrove noted."""
+    """The bytes per token and the number of tokens that datatrove recorded."""
     try:
         first, second = files.read_text(path).splitlines()[:2]
         width, count = int(first.rpartition("|")[2]), int(second)
     except (ValueError, UnicodeDecodeError) as error:
         raise HeadgateError(
-            f"{path} is not datatrove's metadata (tokenizer|bytes a token, then a count)"
+            f"{path} is not datatrove's metadata (tokenizer|bytes per token, then a count)"
         ) from error
     if width not in (2, 4):
-        raise HeadgateError(f"{path} says {width} bytes a token; expected 2 or 4")
+        raise HeadgateError(f"{path} says {width} bytes per token; expected 2 or 4")
     return width, count

@@ -1,7 +1,7 @@
-"""Where documents come from: the standard library, a file, a folder, a glob, or the hub.
+"""Where documents come from: the standard library, a file, a folder, a glob, or the Hub.
 
-Every place is reached through fsspec, so that what works on a local folder works on `hf://` alike. Files are
-listed once, in the order of their names, and read one document at a time: memory does not grow with a file.
+Every place is reached through fsspec, so that what works on a local folder works on `hf://` too. Files are
+listed once, in order of name, and read one document at a time: memory does not grow with the size of a file.
 """
 
 import io
@@ -24,19 +24,19 @@ from headgate.errors import HeadgateError, suggestion
 WHOLE = (".txt", ".md", ".py")
 """Files that are one document each."""
 LINES = {".jsonl": None, ".jsonl.gz": "gzip", ".jsonl.zst": "zstd"}
-"""Files of one JSON object a line, and how they are compressed."""
+"""Files of one JSON object per line, and how they are compressed."""
 READABLE = (".txt", ".md", *LINES, ".parquet")
 BATCH_BYTES = 1 << 20
 
 
 class Document(NamedTuple):
-    """A text, and where it stood."""
+    """A text, and where it was found."""
 
     text: str
     row: int
     """Its line or row, counted from 1."""
     share: float
-    """How much of its file has been read with it."""
+    """How much of its file has been read, this document included."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class SourceFile:
     name: str
     """Its path below the source, which is the same on every machine."""
     path: str
-    """Its path in the file system of the source."""
+    """Its path in the source's file system."""
     size: int
     separated: bool = False
-    """Whether a separator makes several documents of it."""
+    """Whether a separator splits it into several documents."""
 
     @property
     def whole(self) -> bool:
@@ -56,19 +56,19 @@ class SourceFile:
 
 
 class TextSource:
-    """The files of a source, in the order in which they are read."""
+    """The files of a source, in reading order."""
 
     def __init__(
         self, given: str, *, text_column: str = "text", separator: str | None = None, out: Path | None = None
     ) -> None:
-        """What lies in the folder `out`, to which the shards go, is no part of the source."""
+        """Anything in the folder `out`, where the shards go, is not part of the source."""
         self.given = given
         self.text_column, self.separator = text_column, separator
         self.filesystem, self.files = _list(given, out)
         if separator is not None:
             if not any(file.whole for file in self.files):
                 raise HeadgateError(
-                    f"--separator {separator!r} splits {', '.join(WHOLE)} files, and source {given!r} has "
+                    f"--separator {separator!r} splits {', '.join(WHOLE)} files, but source {given!r} has "
                     "none; leave it out"
                 )
             self.files = tuple(replace(file, separated=file.whole) for file in self.files)
@@ -79,7 +79,7 @@ class TextSource:
             return str(self.filesystem.ukey(file.path))
 
     def documents(self, file: SourceFile, *, after: int = 0) -> Iterator[Document]:
-        """The documents of `file` whose row is beyond `after`."""
+        """The documents of `file` whose row comes after `after`."""
         with reading(file.name, self.filesystem), self.filesystem.open(file.path, "rb") as stream:
             if file.name.endswith(".parquet"):
                 yield from self._parquet(file, stream, after)
@@ -111,7 +111,7 @@ class TextSource:
         except UnicodeDecodeError as error:
             raise HeadgateError(f"{where} is not UTF-8: {error.reason} at byte {error.start}") from error
         except (ValueError, RecursionError) as error:
-            raise HeadgateError(f"{where} is not JSON: {error}; expected one object a line") from error
+            raise HeadgateError(f"{where} is not JSON: {error}; expected one object per line") from error
         if not isinstance(record, dict):
             raise HeadgateError(f"{where} holds a {type(record).__name__}; expected a JSON object")
         if self.text_column not in record:
@@ -121,7 +121,7 @@ class TextSource:
             text.encode()
         except UnicodeEncodeError as error:
             raise HeadgateError(
-                f"{where} holds half a surrogate pair, {text[error.start]!r}, which is no character"
+                f"{where} holds half a surrogate pair, {text[error.start]!r}, which is not a character"
             ) from error
         return text
 
@@ -130,11 +130,11 @@ class TextSource:
         from pyarrow.parquet import ParquetFile
 
         try:
-            # Column chunks are streamed page by page: a row group may be larger than the memory.
+            # Column chunks are streamed page by page: a row group may be larger than memory.
             parquet = ParquetFile(stream, pre_buffer=False, buffer_size=BATCH_BYTES)
         except pyarrow.ArrowException as error:
             raise HeadgateError(
-                f"{file.name!r} is not a whole parquet file, as when a copy was cut short: {_line(error)}"
+                f"{file.name!r} is not a complete parquet file, perhaps a copy cut short: {_line(error)}"
             ) from error
         if self.text_column not in parquet.schema_arrow.names:
             raise HeadgateError(f"{file.name!r} has no {self._column_missing(parquet.schema_arrow.names)}")
@@ -203,14 +203,14 @@ def _list(given: str, out: Path | None) -> tuple[Any, tuple[SourceFile, ...]]:
         return filesystem, _files(found, root, given, "Python's own .py files")
     expected = "'stdlib', a file, a folder, a glob or hf://datasets/..."
     if not given:
-        raise HeadgateError(f"the source is an empty name; expected {expected}")
+        raise HeadgateError(f"the source is empty; expected {expected}")
     filesystem, root = reach(given, "source")
     pattern = ""
     with reading(given, filesystem):
         if filesystem.isfile(root):
             if not root.endswith(READABLE):
                 raise HeadgateError(
-                    f"source {given!r} is of a kind unknown here; known are {', '.join(READABLE)}"
+                    f"source {given!r} is of an unsupported kind; known are {', '.join(READABLE)}"
                 )
             name, size = PurePosixPath(root).name, filesystem.info(root)["size"] or 0
             return filesystem, (SourceFile(name, root, size),)
@@ -235,7 +235,7 @@ def _list(given: str, out: Path | None) -> tuple[Any, tuple[SourceFile, ...]]:
 
 
 def _local(root: str, pattern: str, given: str, out: Path | None) -> Iterator[str]:
-    """The files of a local folder, or those that a glob names; without what prepare wrote there."""
+    """The files of a local folder, or those that a glob matches; leaves out what prepare wrote there."""
     from fsspec.utils import glob_translate
 
     if _is_prepared(root):
@@ -243,7 +243,7 @@ def _local(root: str, pattern: str, given: str, out: Path | None) -> Iterator[st
     try:
         matches = re.compile(glob_translate(pattern) if pattern else "").match
     except ValueError as error:
-        raise HeadgateError(f"source {given!r} is no glob: {_line(error)}") from error
+        raise HeadgateError(f"source {given!r} is not a valid glob: {_line(error)}") from error
     wanted = pattern.removeprefix(root).strip("/").split("/") if pattern else ["**"]
     out_path = os.path.realpath(out) if out else None
 
@@ -255,9 +255,9 @@ def _local(root: str, pattern: str, given: str, out: Path | None) -> Iterator[st
 
 
 def _walk(root: str, enter: Callable[[Sequence[str]], bool]) -> Iterator[str]:
-    """The files below a local folder that are not hidden, in those folders that `enter` admits.
+    """The files below a local folder that are not hidden, in the folders that `enter` admits.
 
-    fsspec would leave out a folder that cannot be read; here it is an error. Links to folders are left out.
+    fsspec would leave out a folder that cannot be read; here it is an error. Links to folders are skipped.
     """
 
     def fail(error: OSError) -> None:
@@ -270,7 +270,7 @@ def _walk(root: str, enter: Callable[[Sequence[str]], bool]) -> Iterator[str]:
 
 
 def _may_hold(folders: Sequence[str], wanted: Sequence[str]) -> bool:
-    """Whether what a glob wants, part by part, may lie in a folder."""
+    """Whether something that a glob matches, part by part, may be in a folder."""
     for name, part in zip(folders, wanted, strict=False):
         if part == "**":
             return True
@@ -280,13 +280,13 @@ def _may_hold(folders: Sequence[str], wanted: Sequence[str]) -> bool:
 
 
 def _is_prepared(folder: str) -> bool:
-    """Whether prepare wrote this folder, or has begun to."""
+    """Whether prepare wrote this folder, or has started to."""
     present = [os.path.exists(f"{folder}/{name}") for name in ("sources.jsonl", "tokenizer.json")]
     return all(present) and any(os.path.exists(f"{folder}/{name}.json") for name in ("manifest", "progress"))
 
 
 def _sizes(paths: Iterable[str], given: str) -> dict[str, int]:
-    """The sizes of those that are files; of a link, that of the file it leads to."""
+    """The sizes of those that are files; for a link, the size of the file it leads to."""
     sizes = {}
     for path in paths:
         try:
@@ -296,7 +296,7 @@ def _sizes(paths: Iterable[str], given: str) -> dict[str, int]:
                 raise
             raise HeadgateError(
                 f"{path!r} in source {given!r} is a link to {os.readlink(path)!r}, which cannot be reached: "
-                f"{error.strerror}; mend or remove it"
+                f"{error.strerror}; fix or remove it"
             ) from error
         if stat.S_ISREG(status.st_mode):
             sizes[path] = status.st_size
@@ -312,20 +312,20 @@ def _files(found: dict[str, int], root: str, given: str, expected: str) -> tuple
 
 
 def _in_stdlib(folders: Sequence[str]) -> bool:
-    """Not the tests, nor what is installed beside it."""
+    """Leaves out the tests, and what is installed beside the library."""
     others = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
     return folders[-1] not in others and not folders[-1].startswith("config-")
 
 
 def _is_stdlib(path: str) -> bool:
-    """Python source, but not what differs between builds of one version."""
+    """Whether it is Python source that is the same in every build of one version."""
     name = PurePosixPath(path).name
     built = name.startswith("_sysconfigdata") or name in ("sitecustomize.py", "usercustomize.py")
     return name.endswith(".py") and not built
 
 
 def decode(data: bytes, name: str) -> str:
-    """A text without the byte order mark that some editors put before it."""
+    """A text without the byte order mark that some editors put in front."""
     try:
         return data.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
@@ -336,16 +336,16 @@ def decode(data: bytes, name: str) -> str:
 
 
 class _Decompressed(io.RawIOBase):
-    """What a compressed file holds, up to the very byte where it is cut or damaged.
+    """The contents of a compressed file, up to the very byte where it is cut or damaged.
 
-    The library drops what it decoded together with the failure, so that piece is read again byte by byte.
+    The library drops what it decoded along with the failure, so that piece is read again byte by byte.
     """
 
     def __init__(self, stream: IO[bytes], compression: str) -> None:
         self._stream, self._compression = stream, compression
         self._place = 0
         self._failure: Exception | None = None
-        self._opened: list[Any] = []  # all are held, for one that is let go closes the stream
+        self._opened: list[Any] = []  # all are held, because one that is released closes the stream
         self._begin()
 
     def readable(self) -> bool:
@@ -386,7 +386,7 @@ class _Decompressed(io.RawIOBase):
 
 
 def _located(lines: IO[bytes], name: str) -> Iterator[bytes]:
-    """The lines of a file, whose failure to be read names the last one that was."""
+    """The lines of a file; a failure to read names the last line that could be read."""
     row = 0
     while True:
         try:
@@ -400,7 +400,7 @@ def _located(lines: IO[bytes], name: str) -> Iterator[bytes]:
 
 
 def reach(url: str, role: str) -> tuple[Any, str]:
-    """The file system of a path or address, and the path in it."""
+    """The file system of a path or URL, and the path in it."""
     from fsspec.core import url_to_fs
 
     try:
@@ -415,7 +415,7 @@ def reach(url: str, role: str) -> tuple[Any, str]:
 
 @contextmanager
 def reading(what: str, filesystem: Any) -> Iterator[None]:
-    """A failure to read becomes one sentence; far away it comes as a network library's own exception."""
+    """Turn a failure to read into one sentence; remote ones arrive as a network library's own exception."""
     expected = (OSError,) if "file" in filesystem.protocol else (Exception,)
     try:
         yield

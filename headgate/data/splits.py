@@ -17,8 +17,8 @@ Shares = tuple[int, int, int]
 
 def parse_shares(text: str) -> Shares:
     parts = text.split("/")
-    if len(parts) != 3 or not all(part.strip().isdecimal() for part in parts):
-        raise HeadgateError(f"splits {text!r} are not whole shares of train, val and test, as in 80/10/10")
+    if len(parts) != 3 or not all(part.strip().isdecimal() and len(part) < 16 for part in parts):
+        raise HeadgateError(f"splits {text!r} are not whole shares for train, val and test, such as 80/10/10")
     train, val, test = map(int, parts)
     return train, val, test
 
@@ -29,14 +29,14 @@ def require_training(shares: Shares) -> None:
 
 
 def document_key(text: bytes) -> int:
-    """A text's own number: 64 bits of its SHA-256."""
+    """A number for each text: 64 bits of its SHA-256."""
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "little")
 
 
 def split_of(keys: np.ndarray, shares: Sequence[int]) -> np.ndarray:
-    """The place in `shares` of each key: the same on every machine, whatever stands around the document."""
+    """The index in `shares` of each key: the same on every machine, whatever surrounds the document."""
     total = sum(shares)
-    # A bound is the last key of its split, so that 2**64 itself, the end of the last one, is never needed.
+    # A bound is the last key of its split, so that 2**64 itself, the end of the last split, is never needed.
     lasts = [((part << 64) // total) - 1 for part in itertools.accumulate(shares[:-1])]
     result = np.zeros(len(keys), dtype=np.intp)
     for last in lasts:
@@ -45,25 +45,25 @@ def split_of(keys: np.ndarray, shares: Sequence[int]) -> np.ndarray:
 
 
 class Seen:
-    """The keys of all documents kept so far, eight bytes each in memory and in a file that outlives a crash.
+    """The keys of all documents kept so far, eight bytes each in memory and in a file that survives a crash.
 
-    They stand in a few sorted runs, each more than twice as long as the next, so that a look costs a few
+    They are kept in a few sorted runs, each more than twice as long as the next, so that a lookup takes a few
     binary searches and a key is moved only as often as its run doubles.
     """
 
     def __init__(self, path: Path, count: int) -> None:
-        """Take up the first `count` keys of the file, and forget what was written after them."""
+        """Read the first `count` keys of the file, and discard what was written after them."""
         self._runs: list[np.ndarray] = []
         self._file = files.open_own(path)
         self._file.truncate(8 * count)
         self._file.seek(0)
         known = np.frombuffer(self._file.read(), dtype="<u8")
         if len(known) < count:
-            raise HeadgateError(f"{path} is shorter than when it was left; delete the folder and begin again")
+            raise HeadgateError(f"{path} is shorter than when it was left; delete the folder and start again")
         self._insert(np.sort(known))
 
     def first_time(self, keys: np.ndarray) -> np.ndarray:
-        """Which of `keys` are neither known already nor stand earlier in `keys`."""
+        """Which of `keys` are neither known already nor earlier in `keys`."""
         fresh = np.zeros(len(keys), dtype=bool)
         fresh[np.unique(keys, return_index=True)[1]] = True
         for run in self._runs:

@@ -7,7 +7,7 @@ from headgate.data.shards import Manifest
 
 
 def print_summary(manifest: Manifest, folder: str) -> None:
-    table = Table("split", "documents", "MB of text", "tokens", "bytes a token", "shards")
+    table = Table("split", "documents", "MB of text", "tokens", "bytes per token", "shards")
     for column in table.columns[1:]:
         column.justify = "right"
     for split in manifest.splits:

@@ -1,6 +1,6 @@
-"""Tokenizers: `byte`, `bpe:N` trained here, or any tokenizer.json, on this machine or on the hub.
+"""Tokenizers: `byte`, `bpe:N` trained here, or any tokenizer.json, on this machine or on the Hub.
 
-All of them are tokenizer.json files in the end, so one copy beside the shards is all that decoding needs.
+All of them end up as tokenizer.json files, so one copy beside the shards is all that decoding needs.
 """
 
 import json
@@ -17,24 +17,24 @@ from headgate.errors import HeadgateError
 
 END_OF_TEXT = "<|endoftext|>"
 VOCABULARY = "vocab.json"
-"""With merges.txt beside it: a byte-level BPE as GPT-2 was published."""
+"""With merges.txt beside it: a byte-level BPE as published with GPT-2."""
 KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
-"""What tokenizers call the token that ends a document, when they were made for pre-training."""
+"""What tokenizers made for pre-training call the token that ends a document."""
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-"""What decoders write for bytes that are no character, or not one yet."""
+"""What decoders write for bytes that do not form a character, or not yet."""
 LONGEST_CHARACTER = 4
-"""Bytes, and so tokens, that a character of UTF-8 takes at most."""
+"""The most bytes, and so tokens, that a UTF-8 character takes."""
 WORDS_KEPT = 1 << 16
-"""Words whose tokens the library remembers; its own 10,000 are too few for the tail of a language."""
+"""Words whose tokens the library caches; its own 10,000 are too few for the tail of a language."""
 LARGEST_BPE = 1 << 20
-"""Entries; the library sets memory aside for all of them at once."""
+"""Entries; the library allocates memory for all of them at once."""
 BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
 class Tokenizer:
     """A tokenizer.json and the token that closes each document.
 
-    Text is only ever text: a document that spells out a special token is encoded letter by letter, so that
+    Text is always just text: a document that spells out a special token is encoded letter by letter, so that
     the closing token cannot be forged.
     """
 
@@ -42,11 +42,11 @@ class Tokenizer:
         import tokenizers
 
         if end_of_text == "":
-            raise HeadgateError("the token that ends a text is an empty name; name one with --end-of-text")
+            raise HeadgateError("the token that ends a text has an empty name; name one with --end-of-text")
         try:
             self._inner = tokenizers.Tokenizer.from_str(definition)
         except Exception as error:  # the library raises Exception itself
-            raise HeadgateError(f"the tokenizer is not one that tokenizers can load: {error}") from error
+            raise HeadgateError(f"the tokenizers library cannot load this tokenizer: {error}") from error
         self._inner.encode_special_tokens = True
         self._inner.no_truncation()
         self._inner.no_padding()
@@ -58,7 +58,8 @@ class Tokenizer:
             self.vocab_size = 1 + max(self._inner.get_vocab().values())  # its numbers have gaps
         find = self._inner.token_to_id
         self.end_of_text = end_of_text or next((end for end in KNOWN_ENDS if find(end) is not None), "")
-        found = find(self.end_of_text)
+        printable = self.end_of_text.encode(errors="replace").decode()  # no token is broken text
+        found = find(printable) if printable == self.end_of_text else None
         if found is None:
             given = f"has no token {end_of_text!r}" if end_of_text else f"has none of {', '.join(KNOWN_ENDS)}"
             raise HeadgateError(f"the tokenizer {given}; name the token that ends a text with --end-of-text")
@@ -67,7 +68,7 @@ class Tokenizer:
 
     @classmethod
     def of_file(cls, path: str | os.PathLike[str], *, end_of_text: str | None = None) -> "Tokenizer":
-        """The tokenizer in a file, which an error names."""
+        """The tokenizer in a file; errors name the file."""
         definition = files.read_text(path)
         try:
             return cls(definition, end_of_text=end_of_text)
@@ -76,12 +77,12 @@ class Tokenizer:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Two bytes a token hold 65,536 entries; beyond that it takes four."""
+        """Two bytes per token hold 65,536 entries; beyond that it takes four."""
         return np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The tokens of each text, without the closing one."""
-        if self._is_bytes:  # what the library would say, a hundred times sooner
+        if self._is_bytes:  # the same result as the library's, a hundred times faster
             return [np.frombuffer(text.encode(), dtype=np.uint8).astype(self.dtype) for text in texts]
         try:
             encodings = self._inner.encode_batch_fast(texts, add_special_tokens=False)
@@ -94,18 +95,18 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Text from tokens as they come. A character whose bytes lie in several tokens is held back until it is
-    whole."""
+    """Text from tokens as they arrive. A character whose bytes are spread over several tokens is held back
+    until it is complete."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._decode = tokenizer.decode
         self._before: list[
             int
-        ] = []  # tokenizers drop the space of a first token, so decode none as the first
+        ] = []  # tokenizers drop the space of a first token, so none is decoded as the first
         self._held: list[int] = []
 
     def add(self, token: int) -> str:
-        """The text that is certain now, if any."""
+        """The text that has become certain, if any."""
         self._held.append(token)
         return self._release(keep=LONGEST_CHARACTER - 1)
 
@@ -123,7 +124,7 @@ class Detokenizer:
                 return text + new
             if len(self._held) <= keep:
                 break
-            text += self._decode(self._held[:1])  # no character begins with it, or it would be whole by now
+            text += self._decode(self._held[:1])  # no character begins with it, or it would be complete
             self._held = self._held[1:]
         return text
 
@@ -131,7 +132,7 @@ class Detokenizer:
 def make_tokenizer(
     name: str, *, end_of_text: str | None = None, training_texts: Callable[[], Iterable[str]] = tuple
 ) -> Tokenizer:
-    """The tokenizer called `name`; `training_texts` is asked only by `bpe:N`."""
+    """The tokenizer called `name`; only `bpe:N` reads `training_texts`."""
     if name == "byte":
         return Tokenizer(_byte_definition(), end_of_text=end_of_text)
     kind, _, size = name.partition(":")
@@ -154,8 +155,7 @@ def make_tokenizer(
 
 
 def local_file(name: str) -> Path | None:
-    """The tokenizer.json, or the vocab.json with a merges.txt beside it, that `name` means on this machine,
-    if it means one."""
+    """The local tokenizer.json, or vocab.json with a merges.txt beside it, that `name` refers to, if any."""
     path = Path(name)
     if path.is_dir():
         files_of_it = [path / file for file in ("tokenizer.json", VOCABULARY) if (path / file).is_file()]
@@ -172,7 +172,7 @@ def local_file(name: str) -> Path | None:
 
 
 def definition_of(path: Path) -> str:
-    """The tokenizer.json that a local file is, or makes."""
+    """The tokenizer.json that a local file is or can be turned into."""
     if path.name != VOCABULARY:
         return files.read_text(path).removeprefix("\ufeff")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -185,15 +185,15 @@ def definition_of(path: Path) -> str:
         if line.startswith("#version") or not line:
             continue
         if not (first and second and space) or " " in second:
-            raise HeadgateError(f"{str(merges)!r} holds {line!r}; expected two tokens a line")
+            raise HeadgateError(f"{str(merges)!r} holds {line!r}; expected two tokens per line")
         pairs.append((first, second))
     vocabulary = files.read_json(path)
     if not all(isinstance(number, int) and 0 <= number < 1 << 32 for number in vocabulary.values()):
-        raise HeadgateError(f"{str(path)!r} is no vocabulary; expected tokens with their numbers")
+        raise HeadgateError(f"{str(path)!r} is not a vocabulary; expected tokens with their numbers")
     try:
         tokenizer = Tokenizer(models.BPE(vocabulary, pairs))
     except Exception as error:  # the library raises Exception itself
-        raise HeadgateError(f"{str(path)!r} and {merges.name} do not fit: {error}") from error
+        raise HeadgateError(f"{str(path)!r} and {merges.name} do not match: {error}") from error
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([end for end in KNOWN_ENDS if end in vocabulary])
@@ -226,7 +226,7 @@ def _trained_definition(size: int, texts: Iterable[str]) -> str:
     if tokenizer.get_vocab_size() < size:
         raise HeadgateError(
             f"tokenizer 'bpe:{size}' found only {tokenizer.get_vocab_size()} entries in the training split; "
-            "ask for fewer, bring more text, or raise --max-tokens, which limits what it learns from"
+            "ask for fewer, add more text, or raise --max-tokens, which limits what it learns from"
         )
     return str(tokenizer.to_str())
 
@@ -241,7 +241,7 @@ def _read(name: str) -> tuple[str, str | None]:
     else:
         raise HeadgateError(
             f"tokenizer {name!r} is unknown; expected 'byte', 'bpe:N', a tokenizer.json, a vocab.json with "
-            "merges.txt beside it, a folder with either, or a name on the hub such as Qwen/Qwen3-0.6B"
+            "merges.txt beside it, a folder with either, or a name on the Hub such as Qwen/Qwen3-0.6B"
         )
     filesystem, root = reach(folder, "tokenizer")
     with reading(name, filesystem):
@@ -256,7 +256,7 @@ def _read(name: str) -> tuple[str, str | None]:
             try:
                 config = json.loads(text)
             except ValueError as error:
-                raise HeadgateError(f"{config_path!r} is not JSON: {error}; mend it, or remove it") from error
+                raise HeadgateError(f"{config_path!r} is not JSON: {error}; fix it, or remove it") from error
     end = config.get("eos_token") if isinstance(config, dict) else None
     end = end.get("content") if isinstance(end, dict) else end
     return definition, end if isinstance(end, str) else None

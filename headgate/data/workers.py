@@ -1,7 +1,7 @@
-"""Documents in chunks, tokenised by several threads, handed back in the order in which they were read.
+"""Documents in chunks, tokenised by several threads and returned in reading order.
 
-Threads and not processes: the tokenizers library lets go of Python's lock while it works, and threads share
-one tokenizer with the words it remembers, where each process would fill a memory of its own.
+Threads rather than processes: the tokenizers library releases Python's lock while it works, and threads share
+one tokenizer and its cache of words, where each process would fill a cache of its own.
 """
 
 import os
@@ -27,10 +27,10 @@ class Chunk(NamedTuple):
 
     texts: list[str]
     places: list[str]
-    """Where each of them stands: its file and row."""
+    """Where each of them is: its file and row."""
     file: int
     row: int
-    """Rows of the file that are done with; 0 at the beginning of one."""
+    """Rows of the file that are done; 0 at its start."""
     share: float
     """How much of the file has been read."""
 
@@ -39,16 +39,16 @@ class Encoded(NamedTuple):
     """The documents of a chunk, each closed by the end-of-text token."""
 
     tokens: np.ndarray
-    """Of all documents, one after another."""
+    """The tokens of all documents, one after another."""
     lengths: np.ndarray
-    """Tokens of each."""
+    """The number of tokens in each."""
     sizes: np.ndarray
-    """Bytes of each text."""
+    """The bytes of each text."""
     keys: np.ndarray
 
 
 def read_chunks(source: TextSource, file: int, row: int) -> Iterator[Chunk]:
-    """The documents from a place on. A chunk ends with its file, but for files of one document each."""
+    """The documents from a place on. A chunk ends with its file, unless files are one document each."""
     texts: list[str] = []
     places: list[str] = []
     size = 0
@@ -71,7 +71,7 @@ def read_chunks(source: TextSource, file: int, row: int) -> Iterator[Chunk]:
 def encode_in_order(
     chunks: Iterator[Chunk], tokenizer: Tokenizer, workers: int
 ) -> Generator[tuple[Chunk, Encoded]]:
-    """Each chunk with its tokens. Should reading fail, all that was read before is handed back first."""
+    """Each chunk with its tokens. If reading fails, everything read before is returned first."""
     with _one_thread_each(), ThreadPoolExecutor(workers, "headgate-worker") as pool:
         give_memory_back()
         pending: deque[tuple[Chunk, Future[Encoded]]] = deque()
@@ -111,8 +111,8 @@ def encode(tokenizer: Tokenizer, chunk: Chunk) -> Encoded:
     if np.count_nonzero(tokens == tokenizer.end_of_text_id) > len(pieces):
         number = next(n for n, piece in enumerate(pieces) if tokenizer.end_of_text_id in piece)
         raise HeadgateError(
-            f"{chunk.places[number]}: its text holds {tokenizer.end_of_text!r}, the token that is to end a "
-            "document and nothing else; choose another with --end-of-text"
+            f"{chunk.places[number]}: its text holds {tokenizer.end_of_text!r}, the token that is meant to "
+            "end documents and nothing else; choose another with --end-of-text"
         )
     sizes = np.array([len(text) for text in data], dtype=np.int64)
     keys = np.array([document_key(text) for text in data], dtype=np.uint64)
@@ -132,7 +132,7 @@ def _name_the_text(tokenizer: Tokenizer, chunk: Chunk) -> None:
 
 @contextmanager
 def _one_thread_each() -> Iterator[None]:
-    """Keep the tokenizers library from starting threads of its own beside the workers."""
+    """Keep the tokenizers library from starting its own threads beside the workers."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "false"

@@ -1,4 +1,4 @@
-"""`headgate bench`: what every op and mechanism costs here, as a table, as JSON and as a figure."""
+"""`headgate bench`: the cost of every op and mechanism on this machine, as a table, JSON and a figure."""
 
 import json
 import platform
@@ -44,13 +44,12 @@ def bench(
 ) -> None:
     require_at_least(shape, 1, "batch", "n_heads", "n_kv_heads", "head_dim", "window")
     if not lengths:
-        raise HeadgateError("there is no length to measure at; give some, such as 1024,4096")
+        raise HeadgateError("there are no lengths to measure at; give some, such as 1024,4096")
+    shape.refuse_too_long(max(lengths))
     require_distinct(names or (), "mechanisms")
     _check_seconds(seconds)
     if figure_path is not None and figure_path.suffix not in (".html", ".png", ".svg"):
-        raise HeadgateError(
-            f"--figure {str(figure_path)!r} ends in none of .html, .png and .svg; choose one of them"
-        )
+        raise HeadgateError(f"--figure {str(figure_path)!r} must end in .html, .png or .svg")
     for path in (json_path, figure_path):
         if path is not None:
             require_writable(path)
@@ -84,9 +83,9 @@ def bench_steps(
     seconds: float,
     json_path: Path | None,
 ) -> None:
-    """Every mechanism in whole steps of a small model, in place of attention alone."""
+    """Measure every mechanism in whole steps of a small model, instead of attention alone."""
     if not lengths or not decoded_after:
-        raise HeadgateError("there is no length to measure at; give some, such as 1024,8192")
+        raise HeadgateError("there are no lengths to measure at; give some, such as 1024,8192")
     require_distinct(names or (), "mechanisms")
     _check_seconds(seconds)
     if json_path is not None:
@@ -115,12 +114,12 @@ def bench_steps(
 
 def _check_seconds(seconds: float) -> None:
     if not 0 < seconds < float("inf"):
-        raise HeadgateError(f"seconds={seconds} is no time to measure; give some above 0")
+        raise HeadgateError(f"seconds={seconds} is no time to measure; it must be above 0")
 
 
 def add_memory(measured: Measurement, names: list[str], progress: Any) -> None:
     if not sys.platform.startswith("linux"):
-        measured.not_run["memory"] = "it is read from /proc, which this system lacks"
+        measured.not_run["memory"] = "it is read from /proc, which this system does not have"
         return
     lengths = sorted({figure.length for figure in measured.figures})
     for name in names:
@@ -148,8 +147,8 @@ def print_tables(console: Console, measured: Measurement) -> None:
         console.print(table_of(measured, passes))
     longest = max(figure.length for figure in measured.figures)
     console.print(
-        f"\nms, sgemm and extra MB at T={longest}. sgemm: useful speed as a share of it, counting 2 D flops "
-        "for each product and pair that the formula needs, two products forward and five backward.",
+        f"\nms, sgemm and extra MB are at T={longest}. sgemm: useful speed as a share of it, counting 2 D "
+        "flops for each product of each pair that the formula needs: two products forward, five backward.",
         highlight=False,
     )
     for name, reason in measured.not_run.items():
@@ -157,7 +156,7 @@ def print_tables(console: Console, measured: Measurement) -> None:
 
 
 def table_of(measured: Measurement, passes: str) -> Table:
-    """A row a case: its time as a multiple of the baseline's with quartiles, per length, and what it
+    """One row per case: at each length its time as a multiple of the baseline's, with quartiles, then its
     costs."""
     both = passes == "forward+backward"
     lengths = sorted({figure.length for figure in measured.figures})

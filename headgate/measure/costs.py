@@ -1,11 +1,12 @@
 """What a variant costs: training steps, peak memory, decoding and its cache, at several context lengths.
 
-Measured apart from training, with all of the machine. Times are interleaved with the baseline's; a speed is
-the median over the rounds of the baseline's time over the variant's in the same round, so above 1 is faster.
-Peak memory is that of two training steps in a fresh process, above what it held before the model was built.
+Costs are measured apart from training, with the whole machine. Times are interleaved with the baseline's; a
+speed is the median over rounds of the baseline's time divided by the variant's in the same round, so above 1
+is faster. Peak memory is that of two training steps in a fresh process, above what it held before the model
+was built.
 
-Where a mechanism starts to win is searched for by measuring between a length where it does not and one where
-it does, until they are close.
+To find where a mechanism starts to win, lengths between one where it does not and one where it does are
+measured until the two are close.
 """
 
 import json
@@ -15,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
 from typing import Any, Literal
@@ -26,12 +27,14 @@ from torch import Tensor
 from headgate import config
 from headgate.config import Config, TrainConfig
 from headgate.errors import HeadgateError
-from headgate.machine import Peak, keep_memory
+from headgate.machine import Peak, describe, keep_memory
 from headgate.measure.speed import interleaved, ratios
 from headgate.mechanisms import Mechanism
 from headgate.mechanisms.contract import Heads
 from headgate.model.decoder import Decoder
+from headgate.train.distributed import World
 from headgate.train.evaluate import autocast
+from headgate.train.loop import refuse_too_large
 from headgate.train.optim import clip_gradients, gradient_norm, make_optimizer
 
 Kind = Literal["training", "decoding"]
@@ -40,7 +43,7 @@ DECODED = 8
 """Tokens decoded in one round."""
 PREFILL = 1024
 CLOSE = 1.25
-"""A crossover is narrowed down to two lengths of which one is at most this many times the other."""
+"""A crossover is narrowed down to two lengths, the larger at most this many times the smaller."""
 LENGTH_STEP = 64
 
 
@@ -49,20 +52,21 @@ class CostPlan:
     """What to measure."""
 
     lengths: tuple[int, ...] = ()
-    """Context lengths; empty for the training context, 4 and 16 times it."""
+    """Context lengths; if empty, the training context and 4 and 16 times it."""
     seconds: float = 1.0
-    """About how long a variant is measured at a length, for training and for decoding each."""
+    """Roughly how long each variant is measured at each length, for training and decoding separately."""
 
     def lengths_for(self, train: TrainConfig) -> list[int]:
-        """Always with the training context, whose cost stands beside the loss."""
+        """Always includes the training context, whose cost is shown beside the loss."""
         context = train.context
         return sorted({context, *(self.lengths or (4 * context, 16 * context))})
 
 
 @dataclass(frozen=True)
 class Speed:
-    """The speed relative to the baseline's with its quartiles, and the seconds of a step: for the baseline as
-    measured, for the others the baseline's over their relative speed, so that the two never disagree."""
+    """The speed relative to the baseline, with quartiles, and the seconds per step: measured for the
+    baseline, and for the others the baseline's divided by their relative speed, so that the two never
+    disagree."""
 
     seconds: float
     ratio: float
@@ -72,20 +76,20 @@ class Speed:
 
 @dataclass(frozen=True)
 class Cost:
-    """A variant at a context length."""
+    """What a variant costs at one context length."""
 
     label: str
     length: int
     sequences: int
-    """Of a training step."""
+    """Sequences in a training step."""
     training: Speed
     """A step: forward, backward and optimiser."""
     decoding: Speed
-    """One token after a context of this length, one sequence."""
+    """One token after a context of this length, for one sequence."""
     peak_bytes: int
     peak_ratio: float
     cache_bytes: int
-    """Keys and values that a context of this length leaves to be kept."""
+    """Keys and values that must be kept after a context of this length."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -94,14 +98,14 @@ class Cost:
 
 @dataclass(frozen=True)
 class Crossover:
-    """From which length on a variant is faster than the baseline."""
+    """The length from which a variant is faster than the baseline."""
 
     label: str
     kind: Kind
     wins_at: int | None
-    """The shortest length measured from which on it always was faster; None if it never was."""
+    """The shortest measured length from which it was always faster; None if there is none."""
     not_at: int | None
-    """The longest length measured below that at which it was not; None if it was at all of them."""
+    """The longest measured length below that at which it was not faster; None if there is none."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,8 @@ class Costs:
     device: str
     costs: tuple[Cost, ...]
     crossovers: tuple[Crossover, ...]
+    machine: Mapping[str, str | None] = field(default_factory=dict)
+    """Where all of it was measured; empty if an earlier version did."""
 
     def of(self, label: str) -> list[Cost]:
         return [cost for cost in self.costs if cost.label == label]
@@ -124,8 +130,15 @@ def build(config: Config) -> Decoder:
 
 
 def sequences_at(length: int, train: TrainConfig) -> int:
-    """As many tokens a step as in training, at least one sequence."""
+    """As many tokens per step as in training, and at least one sequence."""
     return max(1, train.batch_size * train.context // length)
+
+
+def refuse_lengths(config: Config, lengths: Sequence[int]) -> None:
+    """Raise if the longest of them cannot fit this machine's memory."""
+    longest = max(lengths)
+    train = replace(config.train, context=longest, batch_size=sequences_at(longest, config.train))
+    refuse_too_large(replace(config, train=train), World(0, 1, device()))
 
 
 def training_step(decoder: Decoder, train: TrainConfig, length: int) -> Callable[[], None]:
@@ -151,7 +164,8 @@ def training_step(decoder: Decoder, train: TrainConfig, length: int) -> Callable
 
 
 def decoding_step(decoder: Decoder, length: int) -> tuple[Callable[[], None], int]:
-    """A function that decodes DECODED tokens after a context of `length`; and what that context keeps."""
+    """A function that decodes DECODED tokens after a context of `length`, and the bytes that context
+    keeps."""
     where = next(decoder.parameters()).device
     tokens = random_tokens(decoder, (1, length))
     cache, token = decoder.new_cache(), tokens[:, -1:]
@@ -177,8 +191,8 @@ def _nothing(heads: Heads, x: Tensor, q: Tensor, *others: Any) -> Tensor:
 
 @contextmanager
 def _without_attention(decoder: Decoder) -> Iterator[None]:
-    """Inside, keys are made and kept, and nobody attends to them: what a decoded token costs does not depend
-    on what they are, and attention among all tokens of a long context takes minutes."""
+    """Inside, keys are made and kept but nothing attends to them: the cost of a decoded token does not depend
+    on their values, and attention over all tokens of a long context takes minutes."""
     mechanisms: list[Any] = [module for module in decoder.modules() if isinstance(module, Mechanism)]
     for mechanism in mechanisms:
         mechanism.attend = partial(_nothing, mechanism.heads)
@@ -206,7 +220,11 @@ def measure_costs(
     at_once: int,
     say: Callable[[str], None],
 ) -> Costs:
-    """Measure every variant, by label, that is not in `before`; the first is the baseline of all."""
+    """Measure every variant, by label, that is not in `before`; the first is the baseline of all. What was
+    measured on another machine is measured again with what is new, so that one machine has measured all."""
+    here = describe(device())
+    if before is not None and before.machine != here and any(not before.of(label) for label in configs):
+        before = None
     known = {cost.label for cost in before.costs} if before else set()
     baseline, *others = configs
     labels = [baseline, *(label for label in others if label not in known)]
@@ -256,11 +274,11 @@ def measure_costs(
             *(_on_the_basis_of(known_costs.get(c.length), c) for c in fresh if c.label != baseline),
         ]
         crossovers = [*before.crossovers, *crossovers]
-    return Costs(torch.get_num_threads(), str(device()), tuple(fresh), tuple(crossovers))
+    return Costs(torch.get_num_threads(), str(device()), tuple(fresh), tuple(crossovers), here)
 
 
 def _on_the_basis_of(baseline: Cost | None, cost: Cost) -> Cost:
-    """The cost with seconds that follow from the baseline's as they were measured before."""
+    """The cost, with its seconds derived from the baseline's as measured earlier."""
     if baseline is None:
         return cost
     training = replace(cost.training, seconds=baseline.training.seconds / cost.training.ratio)
@@ -269,7 +287,7 @@ def _on_the_basis_of(baseline: Cost | None, cost: Cost) -> Cost:
 
 
 class Bench:
-    """Decoders to be measured against one of them."""
+    """Decoders to be measured against one of them, the baseline."""
 
     def __init__(self, baseline: str, decoders: dict[str, Decoder], train: TrainConfig) -> None:
         self.baseline, self.decoders, self.train = baseline, decoders, train
@@ -294,7 +312,7 @@ class Bench:
 
 
 def crossover(speed: Mapping[int, float], measure: Callable[[int], float]) -> tuple[int | None, int | None]:
-    """(wins_at, not_at) from speeds by length, above 1 where it wins, and by measuring between."""
+    """(wins_at, not_at) from speeds by length, above 1 where it wins, measuring lengths in between."""
     wins_at = not_at = None
     for length in sorted(speed, reverse=True):
         if speed[length] <= 1:
@@ -315,7 +333,7 @@ def crossover(speed: Mapping[int, float], measure: Callable[[int], float]) -> tu
 
 
 def step_seconds(configs: Mapping[str, Config], threads: int) -> dict[str, float]:
-    """Seconds of a training step of each, at its context, as a run of the study has them; the first is the
+    """Seconds per training step of each config at its own context, as in a study's runs; the first is the
     baseline."""
     keep_memory()
     before = torch.get_num_threads()
@@ -329,7 +347,7 @@ def step_seconds(configs: Mapping[str, Config], threads: int) -> dict[str, float
     finally:
         torch.set_num_threads(before)
     baseline = next(iter(configs))
-    # Through the ratio, which what else the machine does disturbs less than the seconds.
+    # Through the ratio, which other load on the machine disturbs less than the seconds.
     return {label: median(times[baseline]) * ratios(times, label, baseline)[0] for label in times}
 
 
@@ -364,7 +382,7 @@ def _answer(question: Mapping[str, Any]) -> int:
     """In the fresh process."""
     torch.set_num_threads(question["threads"])
     asked = config.from_dict(Config, question["config"])
-    # What is loaded on first use does not count, so a first step is taken by something small.
+    # What is loaded on first use should not count, so something small takes a first step.
     small = replace(asked.model, n_layers=1, vocab_size=64)
     training_step(Decoder(small).to(device()), replace(asked.train, batch_size=1), 16)()
     peak = Peak() if device().type == "cpu" else None

@@ -1,4 +1,4 @@
-"""What the gates do on a passage of held-out text: a value for each layer, head and token of a variant."""
+"""What the gates do on a passage of held-out text: one value per layer, head and token of each variant."""
 
 import os
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from headgate.mechanisms.contract import probe
 from headgate.model.decoder import load
 
 PASSAGE = 192
-"""Tokens of the passage; a page shows no more."""
+"""Tokens in the passage; a page shows no more."""
 
 
 def gates_on_passage(
@@ -30,7 +30,7 @@ def gates_on_passage(
     definition = Path(data) / "tokenizer.json"
     words = [f"{int(token)} " for token in tokens[0]]  # all that is known without a tokenizer
     if definition.is_file():
-        words = pieces(Tokenizer.of_file(definition), tokens[0].tolist())
+        words = token_texts(Tokenizer.of_file(definition), tokens[0].tolist())
     variants = {}
     for label, run in runs.items():
         decoder = load(run)
@@ -46,13 +46,13 @@ def gates_on_passage(
     return {"tokens": words, "variants": variants}
 
 
-def pieces(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
-    """The text of each token; of tokens that share a character, the last has it."""
+def token_texts(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
+    """The text of each token; where several tokens share a character, the last one gets it."""
     texts, before = [], ""
     for n in range(len(tokens)):
         now = tokenizer.decode(tokens[: n + 1])
         if now.endswith("\ufffd") and n + 1 < len(tokens):
-            texts.append("")  # a character that is not whole yet
+            texts.append("")  # an incomplete character
             continue
         texts.append(now[len(before) :])
         before = now

@@ -1,7 +1,7 @@
-"""What following the gate is worth: how much is skipped, what time that saves, what loss it costs.
+"""What following the gate is worth: how much is skipped, how much time that saves, what it costs in loss.
 
-Decoding without what the gates weigh little (`headgate.skipping`) is measured against decoding all of it,
-interleaved in one run, on the same tokens. The loss is that of the split with the same rounding of gates.
+Decoding that skips what the gates weigh little (`headgate.skipping`) is timed against decoding everything,
+interleaved in one run, on the same tokens. The loss is that of the split with the gates rounded the same way.
 """
 
 import os
@@ -28,21 +28,21 @@ ROUNDS = 9
 
 @dataclass(frozen=True)
 class Skipping:
-    """A threshold and what it does."""
+    """A threshold and its effect."""
 
     skip_below: float
     skipped: float
-    """Share of what the gates weigh (heads, or branches of heads) that is not computed."""
+    """Share of what the gates weigh (heads, or branches of heads) that is skipped."""
     skipped_by_layer: tuple[float, ...]
     """The same for each layer that has a gate."""
     time: float
-    """Time a decoded token, relative to computing all; the median over rounds."""
+    """Time per decoded token relative to computing everything; the median over rounds."""
     time_low: float
     time_high: float
     """Its quartiles."""
     loss: float
     loss_cost: float
-    """The loss above that of computing all."""
+    """The loss above that of computing everything."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -68,20 +68,20 @@ def gate_skipping(
     seconds: float = 20.0,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[Skipping]:
-    """The thresholds' figures for a checkpoint of a run, on a split of its data.
+    """The figures for each threshold, for a checkpoint of a run on a split of its data.
 
-    Time is that of one sequence's tokens decoded in the second half of the training context, measured for
+    The time is for decoding one sequence's tokens in the second half of the training context, measured for
     about `seconds`.
     """
     if not thresholds:
-        raise HeadgateError("there is no threshold to measure; give at least one, such as 0.05")
+        raise HeadgateError("there are no thresholds to measure; give at least one, such as 0.05")
     opened = open_run(run, split=split, which=which, data=data, context=context)
     train = opened.settings.train
     with join(device) as world:
         decoder = load(opened.checkpoint).to(world.device).eval()
         for below in thresholds:
             with skipping(decoder, below):
-                pass  # refused now rather than after minutes
+                pass  # raises now rather than after minutes
         first = opened.windows.read(np.arange(min(len(opened.windows), train.batch_size)))[0].to(world.device)
         times = decoding_times(decoder, first[:1], [0.0, *thresholds], seconds=seconds, progress=progress)
 
@@ -120,7 +120,7 @@ def gate_skipping(
 
 @torch.no_grad()
 def shares(decoder: Decoder, tokens: Tensor, below: float) -> tuple[float, ...]:
-    """What is skipped in each layer that has a gate."""
+    """The share skipped in each layer that has a gate."""
     with skipping(decoder, below), probe(decoder) as seen:
         decoder(tokens)
     skipped = [values[0] for name, values in seen.items() if name.endswith(".skipped")]
@@ -137,7 +137,7 @@ def decoding_times(
     seconds: float,
     progress: Callable[[str], None],
 ) -> dict[str, list[float]]:
-    """Seconds of the rounds by threshold: in each, the next few of the tokens (1,T) are decoded."""
+    """Seconds per round, by threshold; each round decodes the next few of the tokens (1,T)."""
     half = tokens.shape[1] // 2
     size = max(1, half // (ROUNDS + 1))
     runs = {}
@@ -158,8 +158,8 @@ def decoding_times(
 
 
 def print_skipping(results: Sequence[Skipping]) -> None:
-    """A table for a person."""
-    columns = ("gates below", "skipped", "time a decoded token", "loss", "loss it costs")
+    """Print a table for a person."""
+    columns = ("gates below", "skipped", "time per decoded token", "loss", "added loss")
     table = Table(*columns, box=None, pad_edge=False)
     for column in table.columns:
         column.justify = "right"

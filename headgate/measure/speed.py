@@ -1,8 +1,7 @@
-"""What attention costs: times as ratios in one interleaved run, growth with the length, extra peak memory.
+"""What attention costs: interleaved times as ratios, growth with the length, extra peak memory.
 
 Machines are noisy, so nothing is timed alone: in every round each case runs once, right after the baseline,
-and a case's figure is the median over the rounds of its time divided by the baseline's time in the same
-round.
+and a case's figure is the median over rounds of its time divided by the baseline's in the same round.
 """
 
 import json
@@ -11,20 +10,20 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from headgate import ops
 from headgate.config import parse_mechanisms, split_mechanisms
 from headgate.errors import HeadgateError, suggestion
-from headgate.machine import Peak
+from headgate.machine import Peak, memory
 from headgate.mechanisms import MECHANISMS, Mechanism
 from headgate.mechanisms.contract import Heads, initialise, make_options
 
@@ -34,7 +33,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Shape:
-    """The tensors of a measurement; C = n_heads * head_dim."""
+    """The sizes of a measurement's tensors; C = n_heads * head_dim."""
 
     batch: int = 1
     n_heads: int = 8
@@ -45,8 +44,18 @@ class Shape:
     def heads(self) -> Heads:
         return Heads(self.n_heads * self.head_dim, self.n_heads, self.n_kv_heads, self.head_dim)
 
+    def refuse_too_long(self, length: int) -> None:
+        """Raise, before anything is drawn, if x, q, k, v, the output and their gradients cannot fit."""
+        numbers = 2 * self.batch * length * self.head_dim * (3 * self.n_heads + 2 * self.n_kv_heads)
+        if 4 * numbers > memory():
+            raise HeadgateError(
+                f"attention over {self.batch:,} x {length:,} tokens, {self.n_heads:,} heads of "
+                f"{self.head_dim:,}, needs at least {4 * numbers / 1e9:,.0f} GB, and this machine has "
+                f"{memory() / 1e9:,.0f} GB"
+            )
+
     def inputs(self, length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """x, q, k, v in the memory order that projections leave them in: (B,T,heads,D), seen as
+        """x, q, k, v in the memory layout that projections produce: (B,T,heads,D), viewed as
         (B,heads,T,D)."""
         generator = torch.Generator().manual_seed(length)
 
@@ -60,7 +69,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Case:
-    """Something to measure: `attend(x, q, k, v)`, and the query-key pairs that it has to evaluate."""
+    """Something to measure: `attend(x, q, k, v)`, and the query-key pairs that it must evaluate."""
 
     name: str
     kind: str
@@ -79,7 +88,7 @@ class Case:
 
 @dataclass
 class Figure:
-    """A case at a length: seconds, its ratio to the baseline with quartiles, useful speed, extra memory."""
+    """One case at one length: seconds, ratio to the baseline with quartiles, useful speed, extra memory."""
 
     name: str
     kind: str
@@ -101,7 +110,7 @@ class Measurement:
     sgemm_gflops: float
     figures: list[Figure] = field(default_factory=list)
     growth: dict[str, float] = field(default_factory=dict)
-    """Measured exponent of forward+backward time in the length, by case."""
+    """Measured exponent of forward+backward time as a function of length, by case."""
     not_run: dict[str, str] = field(default_factory=dict)
 
 
@@ -118,7 +127,7 @@ def baseline() -> Case:
 
 
 def op_cases(shape: Shape, hidden: int = 16) -> list[Case]:
-    """Every attention op with options of the given window; the pair gate's halves are drawn once per
+    """Every attention op with the given window; the pair gate's halves are drawn once per
     length."""
     w, heads = shape.window, shape.heads()
 
@@ -182,8 +191,8 @@ def op_cases(shape: Shape, hidden: int = 16) -> list[Case]:
 
 
 def mechanism_cases(shape: Shape, names: list[str] | None = None) -> list[Case]:
-    """Mechanisms as they are written everywhere; by default all that are registered. Windows are the shape's
-    unless an option says otherwise. A pattern's layers run one after the other."""
+    """Mechanisms in the usual notation; by default all that are registered. Windows are the shape's unless an
+    option says otherwise. The layers of a pattern run one after another."""
     known = MECHANISMS.names()
     variants = ["context-adaptive:select=block", "sparse-geometric:gate=log"]
     shared = {"window": shape.window, "max_window": 2 * shape.window, "dense_prefix": 2 * shape.window}
@@ -194,19 +203,28 @@ def mechanism_cases(shape: Shape, names: list[str] | None = None) -> list[Case]:
             layer = MECHANISMS.get(spec.name)(shape.heads(), make_options(spec.name, spec.options, shared))
             initialise(layer, 0)
             layers.append(layer)
-        cases.append(_pattern_case(name, layers))
+        pattern = Pattern(layers)
+        cases.append(Case(name, "mechanism", pattern, pattern.pairs))
     return cases
 
 
-def _pattern_case(name: str, layers: list[Mechanism]) -> Case:
-    def attend(x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return sum((layer(x, q, k, v) for layer in layers[1:]), layers[0](x, q, k, v))
+class Pattern(nn.Module):
+    """Mechanisms on the same tensors, one after the other; a module, so that it can be moved to a device."""
 
-    return Case(name, "mechanism", attend, lambda length: sum(layer.pairs(length) for layer in layers))
+    def __init__(self, layers: Sequence[Mechanism]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        first, *others = (layer(x, q, k, v) for layer in self.layers)
+        return sum(others, cast(Tensor, first))
+
+    def pairs(self, length: int) -> int:
+        return sum(cast(Mechanism, layer).pairs(length) for layer in self.layers)
 
 
 def peer_cases(shape: Shape) -> tuple[list[Case], dict[str, str]]:
-    """Other packages' attention with the same meaning, where they are installed; and why the others are not
+    """Other packages' attention with the same meaning, where installed; and why the rest were not
     run."""
     cases, missing = [], {}
     w = shape.window
@@ -219,8 +237,8 @@ def peer_cases(shape: Shape) -> tuple[list[Case], dict[str, str]]:
         except ImportError:
             missing["local-attention"] = "it is not installed; pip install headgate[bench]"
         else:
-            # Its window is a bucket; looking one bucket back with exact_windowsize is a window of w keys
-            # before.
+            # Its window is a bucket; looking one bucket back with exact_windowsize gives a window of the w
+            # keys before.
             local = LocalAttention(
                 window_size=w,
                 causal=True,
@@ -238,7 +256,7 @@ def peer_cases(shape: Shape) -> tuple[list[Case], dict[str, str]]:
             cases.append(Case("local-attention window", "peer", of_local, pairs))
     try:
         cases.append(Case("FlexAttention window", "peer", flex_window(shape), pairs, backward=False))
-    except Exception as error:  # whatever its compiler raises is its reason
+    except Exception as error:  # whatever its compiler raises is the reason
         missing["FlexAttention"] = (
             f"it does not compile here: {type(error).__name__}: {str(error).splitlines()[0]}"
         )
@@ -246,7 +264,7 @@ def peer_cases(shape: Shape) -> tuple[list[Case], dict[str, str]]:
 
 
 def flex_window(shape: Shape) -> Attend:
-    """FlexAttention with a window mask, compiled; it has no backward on a CPU."""
+    """FlexAttention with a window mask, compiled; it has no backward pass on a CPU."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     compiled = torch.compile(flex_attention)
@@ -273,7 +291,7 @@ def flex_window(shape: Shape) -> Attend:
 
 
 def sgemm_gflops(size: int = 1024) -> float:
-    """The machine's best matrix product, the ceiling that attention is measured against."""
+    """The machine's best matrix product: the ceiling that attention is measured against."""
     a, b = torch.randn(2, size, size)
     best = math.inf
     for _ in range(12):
@@ -291,9 +309,9 @@ def interleaved(
     most_rounds: int = 30,
     progress: Callable[[str], None] = lambda text: None,
 ) -> dict[str, list[float]]:
-    """Seconds of each run by name, one entry a round: in a round every run takes its turn once.
+    """Seconds of each run by name, one entry per round; every run takes one turn per round.
 
-    Each runs once beforehand, unmeasured. Rounds go on for about `seconds`.
+    Each runs once beforehand, untimed. Rounds continue for about `seconds`.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
     for name, run in runs.items():
@@ -311,13 +329,14 @@ def interleaved(
 
 
 def clock() -> float:
-    """One thread's own time, which other programs do not disturb; with several, or a GPU, the time of day."""
+    """With one thread, its own processor time, which other programs do not disturb; with several, or on a
+    GPU, the wall clock."""
     alone = torch.get_num_threads() == 1 and not torch.cuda.is_available()
     return time.thread_time() if alone else time.perf_counter()
 
 
 def ratios(times: Mapping[str, list[float]], name: str, to: str) -> tuple[float, float, float]:
-    """Median and quartiles, over the rounds, of a run's time relative to another's in the same round."""
+    """Median and quartiles over the rounds of one run's time relative to another's in the same round."""
     each = sorted(a / b for a, b in zip(times[name], times[to], strict=True))
     return median(each), each[len(each) // 4], each[-1 - len(each) // 4]
 
@@ -333,8 +352,7 @@ def measure(
 ) -> Measurement:
     """Time every case at every length, forward and forward+backward, interleaved with the baseline.
 
-    A length takes about `seconds` for the baseline and each case, at least 3 rounds and at most
-    `most_rounds`.
+    A length takes about `seconds` for the baseline and for each case, with 3 to `most_rounds` rounds.
     """
     result = Measurement(shape, torch.get_num_threads(), sgemm_gflops())
     for length in lengths:
@@ -365,7 +383,7 @@ def _figure(
     case: Case, length: int, passes: str, times: Mapping[str, list[float]], sgemm: float, shape: Shape
 ) -> Figure:
     seconds = median(times[case.name])
-    # Two products in the forward and five in the backward, each of 2 D flops a pair.
+    # Two products in the forward pass and five in the backward, each 2 D flops per pair.
     products = 7 if passes == "forward+backward" else 2
     flops = 2 * products * shape.head_dim * case.pairs(length) * shape.n_heads * shape.batch
     gflops = flops / seconds / 1e9
@@ -382,7 +400,7 @@ def _figure(
 
 
 def slope(points: list[tuple[int, float]]) -> float:
-    """The exponent p of seconds ~ length ** p, by least squares on logarithms."""
+    """The exponent p in seconds ~ length ** p, by least squares on logarithms."""
     xs, ys = [math.log(length) for length, _ in points], [math.log(seconds) for _, seconds in points]
     mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
     return sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / sum(
@@ -404,14 +422,14 @@ def select_cases(shape: Shape, names: list[str] | None) -> list[Case]:
             if not written.file and written.name not in MECHANISMS.names():
                 known = [*by_name, *MECHANISMS.names()]
                 raise HeadgateError(
-                    f"nothing to measure is called {written.name!r}; {suggestion(written.name, known)}"
+                    f"there is nothing called {written.name!r} to measure; {suggestion(written.name, known)}"
                 )
         chosen += mechanism_cases(shape, [name])
     return chosen
 
 
 def extra_memory(case: str, lengths: list[int], shape: Shape) -> dict[int, int]:
-    """Peak memory of a forward and backward above its inputs, by length, in a fresh process."""
+    """Peak memory of a forward and backward pass above its inputs, by length, in a fresh process."""
     question = {"case": case, "lengths": lengths, "shape": vars(shape), "threads": torch.get_num_threads()}
     run = subprocess.run(
         [sys.executable, "-m", "headgate.measure.speed", json.dumps(question)],
@@ -426,8 +444,8 @@ def extra_memory(case: str, lengths: list[int], shape: Shape) -> dict[int, int]:
 
 
 def _answer(question: dict[str, Any]) -> dict[int, int]:
-    """In the fresh process: run once small, so that what is loaded on first use does not count, then
-    measure."""
+    """In the fresh process: run once at a small size, so that what is loaded on first use does not count,
+    then measure."""
     torch.set_num_threads(question["threads"])
     shape = Shape(**question["shape"])
     name = question["case"]

@@ -1,8 +1,8 @@
 """`headgate bench --steps`: every mechanism in a small model, against `full` in the same rounds.
 
-A row a mechanism: the time of a training step and its peak memory, the time of a decoded token after contexts
-of several lengths and how it grows with them, and how near its attention alone comes to the speed of a matrix
-product.
+One row per mechanism: the time of a training step and its peak memory, the time of a decoded token after
+contexts of several lengths and how it grows with them, and how close its attention alone comes to the
+speed of a matrix product.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from rich.text import Text
 
 from headgate.config import override, parse_mechanisms
 from headgate.machine import keep_memory
-from headgate.measure.costs import build, decoding_step, peak_memory, training_step
+from headgate.measure.costs import build, decoding_step, peak_memory, refuse_lengths, training_step
 from headgate.measure.speed import Shape, interleaved, measure, mechanism_cases, ratios
 from headgate.mechanisms import MECHANISMS
 from headgate.recipes import get_recipe
@@ -24,12 +24,12 @@ from headgate.recipes import get_recipe
 BASELINE = "full"
 DECODED_AFTER = (2048, 65536)
 ALONE_AT = 4096
-"""Tokens at which attention alone is compared with a matrix product."""
+"""The length at which attention alone is compared with a matrix product."""
 
 
 @dataclass
 class Row:
-    """Of one mechanism, by length: times and bytes as multiples of full's, with quartiles of the times."""
+    """One mechanism, by length: times and bytes as multiples of full's, with quartiles of the times."""
 
     name: str
     step: dict[int, tuple[float, float, float]] = field(default_factory=dict)
@@ -50,13 +50,15 @@ def measure_steps(
     seconds: float,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[Row]:
-    """About `seconds` for every mechanism at every length; one sequence a step, as the recipe has it."""
+    """About `seconds` for each mechanism at each length; one sequence per step, with the recipe's
+    settings."""
     keep_memory()
     base = override(get_recipe(recipe), ["train.batch_size=1", "model.shared_options={}"])
     chosen = list(dict.fromkeys([BASELINE, *(MECHANISMS.names() if names is None else names)]))
     configs = {
         name: replace(base, model=replace(base.model, mechanism=parse_mechanisms(name))) for name in chosen
     }
+    refuse_lengths(base, [*lengths, *decoded_after])
     rows = {name: Row(name) for name in chosen}
     spent = seconds * len(chosen)
     for length in lengths:
@@ -73,7 +75,7 @@ def measure_steps(
                 row.memory[length] = peaks[name] / peaks[BASELINE]
     first_tokens: dict[str, float] = {}
     for length in sorted(decoded_after):
-        progress(f"contexts of {length} to decode after")
+        progress(f"decoding after contexts of {length}")
         steps = {n: decoding_step(build(c).eval(), length)[0] for n, c in configs.items()}
         times = interleaved(steps, seconds=spent)
         for name, row in rows.items():

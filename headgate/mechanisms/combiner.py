@@ -1,4 +1,4 @@
-"""combiner: a query's own block exactly, each earlier one as a summary (Combiner, arXiv 2107.05768).
+"""combiner: a query's own block exactly, each earlier block as a summary (Combiner, arXiv 2107.05768).
 
     one softmax over   q_i . k_j / sqrt(D)   for the keys j <= i of the query's own block
                        q_i . m_b / sqrt(D)   for every earlier block b
@@ -20,7 +20,7 @@ from headgate.mechanisms.contract import Mechanism, MechanismOptions, Past, regi
 @dataclass(frozen=True)
 class CombinerOptions(MechanismOptions):
     block: int = 64
-    """Keys of a block."""
+    """Keys in a block."""
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "block")
@@ -39,7 +39,7 @@ class Combiner(Mechanism):
         return ops.combiner_attention(q, k, v, block=block, summarised=(key, value))
 
     def start_as_full(self) -> float:
-        """Only the first block is seen exactly; a summary of several keys cannot be all of them."""
+        """Only the first block is seen exactly; a summary of several keys cannot stand for all of them."""
         return self.options.block
 
     def pairs(self, length: int) -> int:

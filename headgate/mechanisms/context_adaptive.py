@@ -1,6 +1,6 @@
 """context-adaptive: a gate mixes a window of learned width with top-k keys (CAA, aardXiv 2510.00076).
 
-    g_i = sigmoid(MLP(RMSNorm(x_i)))                  one value per head; the MLP goes C -> C/4 -> H
+    g_i = sigmoid(MLP(RMSNorm(x_i)))     one value per head, C -> C/4 -> H; the paper: "careful normalization"
     out_i^h = g_i^h * local_i^h + (1 - g_i^h) * global_i^h
 
 local: keys up to `window` away as they are; from there to `max_window` with log w_i added to their logit,
@@ -28,7 +28,7 @@ from headgate.ops.norm import normed_linear
 from headgate.ops.tiles import recomputed
 
 RECOMPUTED = 4
-"""Beyond so many windows the local branch is computed again in the backward pass: little work, many bytes."""
+"""Beyond this many windows the local branch is recomputed in the backward pass: little work, many bytes."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class ContextAdaptiveOptions(MechanismOptions):
     select: Literal["token", "block"] = "token"
     """Whether the global branch takes the best keys or the best blocks of keys."""
     block: int = 64
-    """Keys of a block, with select=block."""
+    """Keys in a block, with select=block."""
     gate: Literal["learned", "half", "local", "global"] = "learned"
-    """The mix: learned, or fixed at one half, at local alone, at global alone."""
+    """The mix: learned, or fixed at one half, at local only, or at global only."""
     gate_bias: bool = True
     """Whether the gate's last layer has a bias; without one no weights hold it at either end."""
     width: Literal["learned", "fixed"] = "learned"
@@ -81,7 +81,6 @@ class ContextAdaptive(Mechanism):
         c, hidden = heads.d_model, max(1, heads.d_model // 4)
         self.gate = self.width = None
         if options.gate == "learned":
-            # The norm is the paper's "gate gradients require careful normalization".
             norm, out = nn.RMSNorm(c, eps=1e-6), nn.Linear(hidden, heads.n_heads, options.gate_bias)
             self.gate = nn.Sequential(norm, nn.Linear(c, hidden), nn.GELU(), out)
         if options.width == "learned" and options.gate != "global":
@@ -171,7 +170,7 @@ class ContextAdaptive(Mechanism):
         return ops.Span(self.options.window) if self.options.gate == "local" and self.width is None else None
 
     def start_as_full(self) -> float:
-        """Towards the local branch at its widest: the global one leaves keys out from the third token on."""
+        """As the local branch at its widest: the global one leaves keys out from the third token on."""
         o = self.options
         for linear in (None if self.gate is None else self.gate[-1], self.width):
             if linear is not None and linear.bias is not None:

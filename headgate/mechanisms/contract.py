@@ -1,8 +1,8 @@
 """What a mechanism is: a module that turns queries, keys and values into attended values.
 
-A mechanism is two small functions. `prepare` sees the newest tokens alone and says what is kept of them: it
+A mechanism is two small functions. `prepare` sees only the newest tokens and decides what is kept of them: it
 rotates, shifts or mixes, and may add a state per key. `attend` sees everything that is kept. Between the two
-lies the cache, if there is one; both get a `Past`, which knows where the tokens stand and what came before.
+is the cache, if there is one; both get a `Past`, which knows where the tokens are and what came before.
 
 Shapes everywhere: x (B,Tq,C) the newest tokens after the pre-attention norm; q (B,H,Tq,D); k, v (B,G,Tk,D),
 in `attend` the keys and values kept so far, of which the last Tq are the newest.
@@ -41,7 +41,7 @@ class MechanismOptions:
 
 @dataclass(frozen=True)
 class Heads:
-    """The sizes a mechanism works with."""
+    """The sizes that a mechanism works with."""
 
     d_model: int
     n_heads: int
@@ -53,7 +53,7 @@ class Heads:
         check_heads(self.n_heads, self.n_kv_heads)
         if self.head_dim % 2:
             raise HeadgateError(
-                f"head_dim={self.head_dim} is odd; RoPE turns pairs of dimensions, so make it even"
+                f"head_dim={self.head_dim} is odd; RoPE rotates pairs of dimensions, so make it even"
             )
 
 
@@ -78,11 +78,11 @@ class KeyCache(Protocol):
 
 
 class Past:
-    """Where the tokens of a call stand, and what the tokens before them left.
+    """Where the tokens of a call are, and what the tokens before them left.
 
-    `Past()` is the beginning of a sequence, with queries and keys that are rotated already or need not be:
-    what `mechanism(x, q, k, v)` in a transformer block of your own means. With a cache, give the same one to
-    each call.
+    `Past()` is the start of a sequence, with queries and keys that are already rotated or need not be: what
+    `mechanism(x, q, k, v)` in a transformer block of your own means. With a cache, pass the same one to each
+    call.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Past:
         """The first layer's values (B,G,Tq,D) of the newest tokens; None in the first layer."""
         self.cache = cache
         self.documents = documents
-        """Where the document of each token begins, as `ops.document_starts` gives it; None for a single
+        """Where the document of each token begins, as `ops.document_starts` returns it; None for a single
         document. Only mechanisms that `handle_documents` ever see more than one."""
         self._start = start
         if documents is not None and (cache is not None or start):
@@ -124,34 +124,34 @@ class Past:
         if self.start:
             raise HeadgateError(
                 f"{name} needs all keys, but the first one given has position start={self.start}; "
-                "give those from the beginning on"
+                "give all keys from the first one on"
             )
 
     def rotate(self, t: Tensor) -> Tensor:
-        """Queries or keys of the newest tokens, or some of their dimensions, turned by their positions."""
+        """The newest tokens' queries or keys, or some of their dimensions, rotated by their positions."""
         if self.rotation is None:
             return t
         cos, sin = self.rotation
-        step = 2 * cos.shape[-1] // t.shape[-1]  # half of the dimensions turn by every second angle
+        step = 2 * cos.shape[-1] // t.shape[-1]  # half of the dimensions rotate by every second angle
         return rotate(t, cos[..., ::step], sin[..., ::step])
 
     def carried(self, name: str) -> Tensor | None:
-        """What the call before handed on under this name; None at the beginning of a sequence."""
+        """What the previous call passed on under this name; None at the start of a sequence."""
         return None if self.cache is None else self.cache.carried.get(name)
 
     def carry(self, name: str, value: Tensor) -> None:
-        """Hand a tensor (B,...) of fixed size on to the call with the next tokens."""
+        """Pass a tensor (B,...) of fixed size on to the call with the next tokens."""
         if self.cache is not None:
             self.cache.carried[name] = value
 
     def with_previous(self, name: str, t: Tensor, count: int = 1) -> Tensor:
-        """t (B,heads,Tq,...) behind its values at the `count` tokens before, which are 0 before the first:
-        (B,heads,count+Tq,...)."""
+        """t (B,heads,Tq,...) preceded by its values at the `count` tokens before, which are 0 before the
+        first: (B,heads,count+Tq,...)."""
         assert self.documents is None, "the tokens before may be another document's"
         return self._with_previous(name, t, count)
 
     def previous(self, name: str, t: Tensor) -> Tensor:
-        """t (B,heads,Tq,...) of the token before each, 0 for the first of a document: (B,heads,Tq,...)."""
+        """The values of t (B,heads,Tq,...) at the token before each, 0 for the first of a document."""
         before = self._with_previous(name, t, 1)[:, :, :-1]
         if self.documents is None:
             return before
@@ -159,8 +159,8 @@ class Past:
         return before.masked_fill(first.view(first.shape[0], 1, -1, *[1] * (t.ndim - 3)), 0.0)
 
     def running_sum(self, name: str, t: Tensor) -> Tensor:
-        """The sum of t (B,heads,Tq) over the tokens of the document up to each; in fp64 where the device has
-        it, so that chunks change nothing."""
+        """The sum of t (B,heads,Tq) over the document's tokens up to each; in fp64 if the device has it, so
+        that chunks change nothing."""
         running = (t.double() if has_double(t.device) else t.float()).cumsum(2)
         if self.documents is not None:
             earlier = torch.nn.functional.pad(running, (1, 0)).gather(2, self.documents[:, None].expand_as(t))
@@ -186,8 +186,9 @@ class Past:
     def per_block(
         self, name: str, block: int, summarise: Callable[..., tuple[Tensor, ...]], *kept: Tensor
     ) -> list[Tensor]:
-        """summarise(*kept) of the complete blocks of `block` keys, from the first key on: tensors
-        (B,heads,n,...) with a row a block. With a cache a block is summarised once, when it is complete."""
+        """summarise(*kept) for the complete blocks of `block` keys, from the first key on: tensors
+        (B,heads,n,...) with one row per block. With a cache a block is summarised once, when it is
+        complete."""
         assert self.documents is None, "blocks are counted from a document's start"
         complete = kept[0].shape[2] // block
         if self.cache is None or not complete:
@@ -199,14 +200,14 @@ class Past:
         return blocks.append(*summarise(*(t[:, :, done * block : complete * block] for t in kept)))
 
     def block_means(self, block: int, *kept: Tensor) -> list[Tensor] | None:
-        """Keys, or keys and values, as the mean of every complete block; None while there is no cache that
-        keeps them."""
+        """Keys, or keys and values, as the mean of every complete block; None if no cache keeps them
+        yet."""
         if self.cache is None:
             return None
         return self.per_block("means", block, lambda *new: tuple(block_means(t, block) for t in new), *kept)
 
     def of_documents(self, row: int, sizes: list[int]) -> list["Past"]:
-        """The past of each document of a row by itself."""
+        """The past of each document in a row by itself."""
         rotations: list[Any] = [None] * len(sizes)
         if self.rotation is not None:
             of_row = (t[row] if t.ndim > 2 else t for t in self.rotation)
@@ -225,8 +226,8 @@ class Past:
 class Mechanism(nn.Module):
     """Subclass it in one file and decorate the class with `@register("name")`; nothing else needs to change.
 
-    A token's output may depend on its prefix alone: whole sequences, chunks over a cache and single tokens
-    must agree. The contract tests check this, and all else that is said below, for every registered name.
+    A token's output may depend only on its prefix: whole sequences, chunks over a cache and single tokens
+    must agree. The contract tests check this, and everything else stated below, for every registered name.
     Only `attend` must be written.
     """
 
@@ -236,15 +237,15 @@ class Mechanism(nn.Module):
     tunable: ClassVar[Mapping[str, tuple[float, float] | list[Any]]] = {}
     """One or two options to be tuned along with a recipe's settings: name -> a range, or a list of values."""
     renamed_options: ClassVar[Mapping[str, str]] = {}
-    """Older names of options, which saved models may still hold -> the names they have now."""
+    """Former names of options, which saved models may still use -> their current names."""
     uses_first_values: ClassVar[bool] = False
     """Whether it reads `past.first_values`."""
     handles_documents: ClassVar[bool] = False
-    """Whether it keeps several documents of a sequence apart by itself: all that it takes from other tokens
-    comes through `past.span()`, `past.previous` or `past.running_sum`. It is then as fast as its ops are;
-    otherwise it is run once for each document, which is right for any mechanism."""
+    """Whether it keeps several documents in a sequence apart by itself: everything that it takes from other
+    tokens comes through `past.span()`, `past.previous` or `past.running_sum`. It is then as fast as its ops;
+    otherwise it is run once per document, which is right for any mechanism."""
     shelf: ClassVar[str] = "own"
-    """Under which heading `headgate mechanisms` lists it."""
+    """The heading under which `headgate mechanisms` lists it."""
 
     def __init__(self, heads: Heads, options: Any) -> None:
         super().__init__()
@@ -255,14 +256,14 @@ class Mechanism(nn.Module):
         self._observer: Callable[[str, Tensor], None] | None = None
 
     def prepare(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> tuple[Tensor, ...]:
-        """From the newest tokens' projections to what `attend` gets of them: q, k, v, and as many states per
-        key (B,heads,Tq,...) as it likes, which are kept and dropped with the keys."""
+        """From the newest tokens' projections to what `attend` gets for them: q, k, v, and any number of
+        states per key (B,heads,Tq,...), which are kept and dropped with the keys."""
         if self.options.positions == "none":
             return q, k, v
         return past.rotate(q), past.rotate(k), v
 
     attend: Callable[..., Tensor]
-    """attend(x, q, k, v, past, *states) -> the attended values (B,H,Tq,D), over all keys kept; to be
+    """attend(x, q, k, v, past, *states) -> the attended values (B,H,Tq,D), over all keys kept; must be
     written."""
 
     def _attend_by_reference(self, *given: Any) -> Tensor:
@@ -270,8 +271,8 @@ class Mechanism(nn.Module):
             return self.attend(*given)
 
     dense: Callable[..., Tensor] = _attend_by_reference
-    """The same as `attend`, dense and plain: the formula as it is written, and the truth for tests. Unless
-    it is written out, `attend` over the reference ops."""
+    """The same as `attend`, dense and plain: the formula as written, and the truth for tests. By default,
+    `attend` with the reference ops."""
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past | None = None) -> Tensor:
         """The attended values (B,H,Tq,D) of the newest tokens, which are kept if `past` has a cache."""
@@ -281,7 +282,7 @@ class Mechanism(nn.Module):
         return self._run(self.attend, x, q, k, v, past)
 
     def reference(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past | None = None) -> Tensor:
-        """What `forward` must give, by `dense`."""
+        """What `forward` must return, computed by `dense`."""
         past = Past() if past is None else past
         if past.documents is not None:
             return self._run_by_document(self.dense, x, q, k, v, past)
@@ -290,7 +291,7 @@ class Mechanism(nn.Module):
     def _run_by_document(
         self, attend: Callable[..., Tensor], x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past
     ) -> Tensor:
-        """Each document by itself, with a past of its own."""
+        """Each document by itself, with its own past."""
         assert past.documents is not None
         sizes, of_rows = lengths(past.documents), zip(*(t.split(1) for t in (x, q, k, v)), strict=True)
         rows = []
@@ -312,56 +313,57 @@ class Mechanism(nn.Module):
         return out
 
     def first_key(self, position: int) -> int:
-        """The earliest key that a query at `position` or later may need; the cache drops what lies before.
+        """The earliest key that a query at `position` or later may need; the cache drops anything before it.
         A mechanism that keeps no keys returns `position`."""
         return 0
 
     @property
     def pinned_keys(self) -> int:
-        """How many of the sequence's first keys the cache keeps besides, for ever.
+        """How many of the sequence's first keys the cache also keeps, for ever.
 
-        A mechanism that has some sees them right before the others, as if those dropped in between had never
-        been, and `past.start` is 0: so nothing but distances within the window may matter to it.
+        A mechanism that has some sees them right before the others, as if the dropped ones in between had
+        never existed, and `past.start` is 0: so only distances within the window may matter to it.
         """
         return 0
 
     def pairs(self, length: int) -> int:
-        """How many query-key pairs a head evaluates over `length` tokens, the mean over heads."""
-        total = 0
-        for position in range(length):
-            first = self.first_key(position)
-            total += position + 1 - first + min(first, self.pinned_keys)
-        return total
+        """How many query-key pairs a head evaluates over `length` tokens, averaged over heads."""
+        causal = length * (length + 1) // 2
+        if type(self).first_key is Mechanism.first_key:
+            return causal
+        pinned = self.pinned_keys
+        return causal - sum(max(0, first - pinned) for first in map(self.first_key, range(length)))
 
     def pair_operations(self) -> int:
-        """Operations that a pair takes beside attention's own, for `headgate plan`: a network of the pair."""
+        """Operations per pair besides attention's own, for `headgate plan`: a network applied to each
+        pair."""
         return 0
 
     def initialise(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
-        """Fill the parameter called `name` inside this mechanism; by default as the rest of the decoder."""
+        """Fill the parameter called `name` inside this mechanism; by default like the rest of the decoder."""
         initialise_parameter(name, parameter, generator)
 
     def start_as_full(self) -> float:
         """Fill the parameters so that the mechanism starts as full attention, as far as it can.
 
-        Weights that were trained with full attention are retrofitted this way. Returns at how many of the
-        first positions it then computes what full attention does: math.inf for all, 0 for none.
+        This is how weights trained with full attention are retrofitted. Returns for how many of the first
+        positions it then computes the same as full attention: math.inf for all, 0 for none.
         """
         return 0
 
     def plain_span(self) -> Span | None:
-        """Which keys a query sees, if with these options it is softmax attention over them and nothing more,
-        which other tools compute too; None otherwise."""
+        """Which keys a query sees, if with these options it is plain softmax attention over them, which other
+        tools compute too; None otherwise."""
         return None
 
     def gated_span(self) -> tuple[Span, str] | None:
         """Which keys a query sees and the name of its gate, if with these options it is softmax attention
-        over those keys, weighed per head or per channel by the sigmoid of a linear layer of x, which other
+        over those keys, weighted per head or per channel by the sigmoid of a linear layer of x, which other
         tools compute too; None otherwise."""
         return None
 
     def observe(self, name: str, value: Tensor) -> None:
-        """Hand a value of any shape to an active `headgate.probe`; does nothing otherwise."""
+        """Pass a value of any shape to an active `headgate.probe`; does nothing otherwise."""
         if self._observer is not None:
             self._observer(name, value)
 
@@ -393,7 +395,7 @@ class Mechanism(nn.Module):
         return gate
 
     def is_skipping(self, q: Tensor) -> bool:
-        """Whether what weighs nothing is left out: for single tokens, where there is no gradient."""
+        """Whether what has no weight is skipped: for single tokens, without a gradient."""
         return self.skip_below > 0 and q.shape[2] == 1 and not torch.is_grad_enabled()
 
     def extra_repr(self) -> str:
@@ -401,7 +403,7 @@ class Mechanism(nn.Module):
 
 
 def description(mechanism: type[Mechanism]) -> str:
-    """What the mechanism's file says of it: a line with its name, then its formula."""
+    """What the mechanism's file says about it: a line with its name, then its formula."""
     return inspect.cleandoc(
         sys.modules[mechanism.__module__].__doc__ or mechanism.__doc__ or mechanism.__name__
     )
@@ -422,14 +424,14 @@ def register(name: str) -> Callable[[M], M]:
 
 
 def on_shelf(shelf: str) -> list[str]:
-    """The names of the mechanisms that stand on a shelf."""
+    """The names of the mechanisms on a shelf."""
     return [name for name in MECHANISMS.names() if MECHANISMS.get(name).shelf == shelf]
 
 
 def make_options(
     name: str, options: Mapping[str, Any], shared: Mapping[str, Any] | None = None
 ) -> MechanismOptions:
-    """The mechanism's options from those given, then the shared ones it has, then its defaults."""
+    """The mechanism's options: the given ones, then the shared ones that it has, then its defaults."""
     mechanism = MECHANISMS.get(name)
     cls, known = mechanism.Options, {f.name for f in fields(mechanism.Options)}
     options = {mechanism.renamed_options.get(option, option): value for option, value in options.items()}
@@ -444,7 +446,7 @@ def make_options(
 
 
 def require_registered(model: ModelConfig, source: object) -> None:
-    """Raise if a model read from a file uses a mechanism that is not known here."""
+    """Raise if a model read from a file uses an unknown mechanism."""
     for spec in model.mechanism:
         if spec.name not in MECHANISMS.names():
             raise HeadgateError(
@@ -454,7 +456,7 @@ def require_registered(model: ModelConfig, source: object) -> None:
 
 
 def check_shared_options(shared: Mapping[str, Any]) -> None:
-    """A shared option that no mechanism has would be ignored for ever: refuse it."""
+    """Refuse a shared option that no mechanism has, since it would always be ignored."""
     known = {f.name for name in MECHANISMS.names() for f in fields(MECHANISMS.get(name).Options)}
     for option in shared:
         if option not in known:
@@ -471,7 +473,7 @@ def build_mechanism(
     seed: int = 0,
     **options: Any,
 ) -> Mechanism:
-    """A mechanism by itself, initialised, to be used in any transformer block."""
+    """A mechanism by itself, initialised, for use in any transformer block."""
     heads = Heads(d_model, n_heads, n_heads if n_kv_heads is None else n_kv_heads, head_dim)
     mechanism = MECHANISMS.get(name)(heads, make_options(name, options))
     initialise(mechanism, seed)
@@ -480,7 +482,7 @@ def build_mechanism(
 
 def initialise(module: nn.Module, seed: int, *, skip: Container[str] = ()) -> None:
     """Fill every parameter from a generator seeded by (seed, the parameter's name), so that two models share
-    bit for bit every weight they both have. Parameters on the meta device, and those to skip, are left alone.
+    every common weight bit for bit. Parameters on the meta device, and those to skip, are left alone.
     """
     owners = {name: m.initialise for name, m in module.named_modules() if hasattr(m, "initialise")}
     for name, parameter in module.named_parameters():
@@ -501,7 +503,7 @@ def initialise(module: nn.Module, seed: int, *, skip: Container[str] = ()) -> No
 
 
 def initialise_parameter(name: str, parameter: Tensor, generator: torch.Generator) -> None:
-    """The decoder's rule: matrices normal with deviation 0.02, biases 0, norm weights 1."""
+    """The decoder's rule: matrices normal with standard deviation 0.02, biases 0, norm weights 1."""
     if name.endswith("bias"):
         parameter.zero_()
     elif parameter.ndim == 1:
@@ -513,7 +515,7 @@ def initialise_parameter(name: str, parameter: Tensor, generator: torch.Generato
 @contextmanager
 def _laid_together(mechanism: Mechanism, sizes: list[list[int]]) -> Iterator[None]:
     """Inside, what a probe would see document by document is collected; values per token (1,T,...) are then
-    seen as one (B,T,...), and others one by one."""
+    shown as one (B,T,...), and others one by one."""
     see = mechanism._observer
     collected: dict[str, list[Tensor]] = {}
     if see is not None:
@@ -534,7 +536,7 @@ def probe(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
     """Collect what the mechanisms inside `model` observe: {"layers.0.attention.mechanism.gate": [tensor,
     ...]}.
 
-    One tensor a forward pass, detached, in the order of the passes.
+    One detached tensor per forward pass, in the order of the passes.
     """
     seen: dict[str, list[Tensor]] = {}
     mechanisms = [(name, m) for name, m in model.named_modules() if isinstance(m, Mechanism)]
@@ -557,14 +559,14 @@ def probe(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
 
 @contextmanager
 def skipping(model: nn.Module, below: float) -> Iterator[None]:
-    """Inside, gates within `below` of 0 or 1 are rounded, and what then weighs nothing is not computed when
-    single tokens are decoded."""
+    """Inside, gates within `below` of 0 or 1 are rounded, and what then has no weight is skipped when single
+    tokens are decoded."""
     if not 0 <= below <= 0.5:
         raise HeadgateError(f"skip_below={below} is out of range; expected 0, which skips nothing, to 0.5")
     mechanisms = [m for m in model.modules() if isinstance(m, Mechanism) and m.skips]
     if below and not mechanisms:
         raise HeadgateError(
-            f"skip_below={below} would do nothing: no mechanism of this model has a learned gate to follow"
+            f"skip_below={below} would do nothing: no mechanism in this model has a learned gate to follow"
         )
     before = [m.skip_below for m in mechanisms]
     for mechanism in mechanisms:

@@ -1,10 +1,10 @@
-"""differential: two attentions over the same keys, one less the other (DIFF V2, after arXiv 2410.05258).
+"""differential: two attentions over the same keys, one minus the other (DIFF V2, after arXiv 2410.05258).
 
     out_i^h = o_i^{h,1} - sigmoid(w_l^h . x_i) * o_i^{h,2}
 
-2H query heads share the keys and values: both o are full attention, and what both see falls out. The second
-half of the queries has a projection of its own, and always an RMSNorm, as the first has in Qwen3. With
-`gate_bias=true` w_l has a bias, by which a retrofit closes the second half.
+2H query heads share the keys and values: both o are full attention, and what both see cancels. The second
+half of the queries has its own projection, and always an RMSNorm, like the first half in Qwen3. With
+`gate_bias=true` w_l has a bias, through which a retrofit closes the second half.
 """
 
 import math
@@ -23,7 +23,7 @@ from headgate.ops.norm import rms_norm
 @dataclass(frozen=True)
 class DifferentialOptions(MechanismOptions):
     gate: Literal["learned", "closed"] = "learned"
-    """How much of the second half is taken away: as learned, or nothing, which is full attention."""
+    """How much of the second half is subtracted: as learned, or nothing, which is full attention."""
     gate_bias: bool = False
     """Whether the gate has a bias."""
 
@@ -66,7 +66,7 @@ class Differential(Mechanism):
         return ops.Span() if self.gate is None else None
 
     def start_as_full(self) -> float:
-        """By the bias; without one, no weights close the second half for every token."""
+        """Through the bias; without one, no weights close the second half for every token."""
         if self.gate is None:
             return math.inf
         if not self.options.gate_bias:

@@ -5,8 +5,8 @@
            i-W <= j <= i       from there on
     out_i^h = g_i^h * attention of q_i^h over A(i)
 
-The paper windows "sequences longer than 512". Taken per sequence, an early token's output would depend on how
-many tokens follow it, and no KV cache could work; taken per token, on its own prefix, it does not.
+The paper windows "sequences longer than 512". Applied per sequence, an early token's output would depend on
+how many tokens follow it, and no KV cache could work; applied per token, on its own prefix, it does not.
 """
 
 import math
@@ -84,7 +84,7 @@ class DynamicSparse(Mechanism):
         return (Span(o.window, o.dense_prefix), "gate") if o.gate == "learned" else None
 
     def start_as_full(self) -> float:
-        """Its gates start open, by their bias."""
+        """Its gates start open, through their bias."""
         o = self.options
         if self.gate is not None:
             if not o.gate_bias:

@@ -1,8 +1,8 @@
-"""exclusive: what attention puts out, less its part along the token's own value (XSA, arXiv 2603.09078).
+"""exclusive: attention's output minus its part along the token's own value (XSA, arXiv 2603.09078).
 
-    out_i = o_i - (o_i . u_i) u_i,   u_i = v_i / |v_i|      o: full attention, v_i: of the head's own group
+    out_i = o_i - (o_i . u_i) u_i,   u_i = v_i / |v_i|      o: full attention, v_i: from the head's own group
 
-The stream holds the token itself already; attention then adds only what others say. No weights make it full
+The stream already holds the token itself; attention then adds only what others say. No weights make it full
 attention, so a retrofit starts changed.
 """
 
@@ -19,7 +19,7 @@ from headgate.mechanisms.contract import Mechanism, MechanismOptions, Past, regi
 @dataclass(frozen=True)
 class ExclusiveOptions(MechanismOptions):
     exclude: Literal["self", "none"] = "self"
-    """Whether the part along the token's own value is taken out, or nothing is."""
+    """Whether the part along the token's own value is removed, or nothing is."""
 
 
 @register("exclusive")

@@ -1,11 +1,11 @@
-"""forgetting: a gate per token by which what came before fades (Forgetting Transformer, arXiv 2503.02130).
+"""forgetting: a gate per token by which the past fades (Forgetting Transformer, arXiv 2503.02130).
 
     f_l^h = sigmoid(w_f^h . x_l + b_f^h)
     logit_ij^h = q_i . k_j / sqrt(D) + sum over l = j+1..i of log f_l^h
 
-A query's own running sum is the same for all its keys, so this is a bias per key: -c_j, c the running sum of
-log f. Nothing is rotated, as published: how far a key is shows in how far it has faded. A retrofit starts
-changed: a gate as open as a gate can be and still learn fades over thousands of tokens all the same.
+A query's own running sum is the same for all its keys, so this is a bias per key: -c_j, with c the running
+sum of log f. Nothing is rotated, as published: a key's distance shows in how far it has faded. A retrofit
+starts changed: even a gate as open as it can be while still learning fades over thousands of tokens.
 """
 
 import math
@@ -21,7 +21,7 @@ from headgate.mechanisms.contract import Heads, Mechanism, MechanismOptions, Pas
 from headgate.ops.norm import weight_dtype
 
 SHORTEST, LONGEST = 16.0, 4096.0
-"""Time constants 1 / (1 - f) of the first and the last head, with start=spread."""
+"""Time constants 1 / (1 - f) of the first and last heads, with start=spread."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Forgetting(Mechanism):
             super().initialise(name, parameter, generator)
 
     def prepare(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> tuple[Tensor, ...]:
-        """Beside the keys, c (B,H,Tq) in fp32 at least."""
+        """Besides the keys, c (B,H,Tq) in at least fp32."""
         with torch.autocast(x.device.type, enabled=False):
             logits = self.forget(x.to(weight_dtype(self.forget)))
             log_f = F.logsigmoid(logits.to(torch.promote_types(logits.dtype, torch.float32))).transpose(1, 2)
@@ -63,6 +63,6 @@ class Forgetting(Mechanism):
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past, running: Tensor) -> Tensor:
         dtype = q.dtype
-        if torch.is_grad_enabled():  # what half precision loses would add up in the running sum's gradient
+        if torch.is_grad_enabled():  # half precision's losses would add up in the running sum's gradient
             q, k, v = (t.to(running.dtype) for t in (q, k, v))
         return ops.biased_attention(q, k, v, -running, past.span()).to(dtype)

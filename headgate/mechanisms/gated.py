@@ -1,9 +1,9 @@
-"""gated: what attention puts out, gated by the token that asked (Gated Attention, arXiv 2505.06708).
+"""gated: attention's output, gated by the querying token (Gated Attention, arXiv 2505.06708).
 
     out_i^h = o_i^h * sigmoid(W_g x_i)^h              o: full attention
 
-`per="channel"` has a gate for each of a head's channels, as Qwen3-Next; `per="head"` has one for a head. The
-gate has no bias as published; with `gate_bias=true` it has one, by which a retrofit opens it.
+`per="channel"` has a gate for each of a head's channels, as in Qwen3-Next; `per="head"` has one per head. The
+gate has no bias as published; with `gate_bias=true` it has one, through which a retrofit opens it.
 """
 
 import math
@@ -65,7 +65,7 @@ class Gated(Mechanism):
         return None if self.gate is None else (Span(), "gate")
 
     def start_as_full(self) -> float:
-        """By the bias; without one, no weights hold the gate open for every token."""
+        """Through the bias; without one, no weights hold the gate open for every token."""
         if self.gate is None:
             return math.inf
         if not self.options.gate_bias:

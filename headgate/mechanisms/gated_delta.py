@@ -1,12 +1,12 @@
-"""gated-delta: a memory that forgets and corrects itself in place of keys (Gated DeltaNet, arXiv 2412.06464).
+"""gated-delta: a memory that forgets and corrects itself instead of keys (Gated DeltaNet, arXiv 2412.06464).
 
     S_t = alpha_t S_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T,    o_t = S_t q_t
     alpha = exp(-exp(A) softplus(w_a . x + d)),    beta = sigmoid(w_b . x)         one value per head
     out = RMSNorm(o) * SiLU(W_o x)
 
 Before that a short causal convolution mixes each channel of q, k and v with the tokens before, and a SiLU
-follows; q and k are then normed to length 1. Nothing is rotated: the order of the tokens is in the recurrence
-itself. The memory, D x D a head for ever, is all that is kept of the past, so no weights make this full
+follows; q and k are then scaled to length 1. Nothing is rotated: the order of the tokens is in the recurrence
+itself. The memory, always D x D per head, is all that is kept of the past, so no weights make this full
 attention and a retrofit starts changed. Heads that share a key have a memory each.
 """
 
@@ -25,7 +25,7 @@ from headgate.ops.norm import rms_norm, weight_dtype
 from headgate.ops.reference import per_head
 
 LEAST_STEP, MOST_STEP, FASTEST = 1e-3, 0.1, 16.0
-"""The decay's start, as published: exp(A) even over (0, 16), softplus(d) even in its log."""
+"""The decay's start, as published: exp(A) uniform over (0, 16), softplus(d) uniform in its log."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class GatedDeltaOptions(MechanismOptions):
     convolution: int = 4
     """Tokens that the short convolution spans; 1 for none."""
     decay: Literal["learned", "none"] = "learned"
-    """Whether the memory forgets by alpha, or keeps all until it is overwritten (DeltaNet)."""
+    """Whether the memory forgets by alpha, or keeps everything until it is overwritten (DeltaNet)."""
     gate: Literal["learned", "open"] = "learned"
-    """Whether what the memory answers is gated by the token that asked, or not."""
+    """Whether the memory's answer is gated by the querying token."""
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "convolution")
@@ -86,7 +86,7 @@ class GatedDelta(Mechanism):
         return super().prepare(x, q, k, v, past)
 
     def _convolved(self, name: str, t: Tensor, past: Past) -> Tensor:
-        """SiLU of each channel's convolution; (B,heads,Tq,D), in fp32 at least."""
+        """SiLU of each channel's convolution; (B,heads,Tq,D), in at least fp32."""
         t, span = t.to(torch.promote_types(t.dtype, torch.float32)), self.options.convolution
         if span == 1:
             return F.silu(t)
@@ -103,7 +103,9 @@ class GatedDelta(Mechanism):
             beta = self.beta(wide).sigmoid().transpose(1, 2)
             log_decay = torch.zeros_like(beta)
             if self.options.decay == "learned":
-                log_decay = (-self.log_rate.exp() * F.softplus(self.step(wide))).transpose(1, 2)
+                # in the layout of its gradient, for which the compiler plans softplus's otherwise
+                step = self.step(wide).transpose(1, 2).contiguous()
+                log_decay = -self.log_rate.exp()[:, None] * F.softplus(step)
         self.observe("beta", beta.transpose(1, 2))
         self.observe("decay", log_decay.transpose(1, 2).exp())
         k, v = per_head(q, k), per_head(q, v)

@@ -1,4 +1,4 @@
-"""Helpers for gates: numbers between 0 and 1 that weigh what a head, or a branch of it, puts out."""
+"""Helpers for gates: numbers between 0 and 1 that weight the output of a head, or of one of its branches."""
 
 import torch
 from torch import Tensor, nn
@@ -7,8 +7,8 @@ from headgate import ops
 from headgate.ops import Span
 
 OPEN = 10.0
-"""Bias of an open gate: 1 - sigmoid(10) = 5e-5, which leaves a model's logits alone to about 5e-4. A larger
-one would be nearer to the identity, and learn later: the gate's gradient shrinks with it as exp(-bias)."""
+"""Bias of an open gate: 1 - sigmoid(10) = 5e-5, which changes a model's logits by about 5e-4. A larger one
+would be closer to the identity, but learn later: the gate's gradient shrinks with it as exp(-bias)."""
 
 
 @torch.no_grad()
@@ -19,7 +19,7 @@ def fix_gate(gate: nn.Linear, bias: float = OPEN) -> None:
 
 
 def openness(logits: Tensor) -> Tensor:
-    """How far a gate with these logits is open: their sigmoid, computed in fp32 at least. In bf16 a gate
+    """How far a gate with these logits is open: their sigmoid, computed in at least fp32. In bf16 a gate
     above 0.998 is 1, and would never learn to close: its gradient is computed as g * (1 - g).
 
     A gate is `openness(linear(x))` with a plain `nn.Linear`, so that adapters and quantisation, which replace
@@ -35,7 +35,7 @@ def head_weights(gate: Tensor) -> Tensor:
 
 
 def attention_of(q: Tensor, k: Tensor, v: Tensor, span: Span, active: Tensor | None) -> Tensor:
-    """Attention of all heads, or of the active ones (B,H) alone when a single token is decoded."""
+    """Attention of all heads, or only of the active ones (B,H) when a single token is decoded."""
     if active is None:
         return ops.attention(q, k, v, span)
     return ops.active_attention(q, k, v, active, span)[0]

@@ -4,8 +4,8 @@
     out_i^h = g_i^h * local_i^h + (1 - g_i^h) * global_i^h
     local: i-W <= j <= i     global: all j <= i
 
-The global branch is not computed beside the local one: the keys beyond the window are attended to by
-themselves, and global = merge(local, far) by their log-sum-exps. The cost is that of full attention.
+The global branch is not computed beside the local one: the keys beyond the window are attended to separately,
+and global = merge(local, far) by their log-sum-exps. The cost is that of full attention.
 """
 
 import math
@@ -28,7 +28,7 @@ class HeadGatedOptions(MechanismOptions):
     window: int = 256
     """Reach of the local branch: keys at a distance up to this."""
     gate: Literal["learned", "half", "local", "global"] = "learned"
-    """The mix: learned, or fixed at one half, at local alone, at global alone."""
+    """The mix: learned, or fixed at one half, at local only, or at global only."""
     gate_bias: bool = True
     """Whether the gate has a bias; without one no weights hold it at either end for every token."""
 
@@ -60,8 +60,8 @@ class HeadGated(Mechanism):
         far_weight: Tensor | float = 0.5
         active = None
         if self.gate is not None:
-            # Only upwards: the keys of the window belong to the global branch too, so a closed local branch
-            # would save nothing.
+            # Only upwards: the window's keys belong to the global branch too, so a closed local branch would
+            # save nothing.
             gate = self.followed(openness(self.gate(x)), up=True)
             far_weight = 1 - head_weights(gate)
             active = gate[:, 0] < 1 if self.is_skipping(q) else None
@@ -71,7 +71,7 @@ class HeadGated(Mechanism):
             far, far_lse = ops.far_attention(q, k, v, o.window, past.span())
         else:
             far, far_lse = ops.active_attention(q, k[:, :, :beyond], v[:, :, :beyond], active, past.span())
-        near = q.shape[2] - far.shape[2]  # queries whose every key lies in the window
+        near = q.shape[2] - far.shape[2]  # queries whose every key is in the window
         if isinstance(far_weight, Tensor):
             far_weight = far_weight[:, :, near:]
         mixed = merged(local[:, :, near:], local_lse[:, :, near:], far, far_lse, far_weight)
@@ -96,7 +96,7 @@ class HeadGated(Mechanism):
         return ops.Span(o.window if o.gate == "local" else None) if o.gate in ("local", "global") else None
 
     def start_as_full(self) -> float:
-        """Towards the global branch, which is full attention: the gate starts at 0."""
+        """Starts at the global branch, which is full attention: the gate starts at 0."""
         o = self.options
         if self.gate is not None and o.gate_bias:
             fix_gate(self.gate, -OPEN)

@@ -17,9 +17,9 @@ from headgate.mechanisms.contract import Mechanism, MechanismOptions, Past, regi
 @dataclass(frozen=True)
 class LocalOptions(MechanismOptions):
     window: int = 256
-    """Keys at a distance up to this are visible; with 0 a token sees itself alone."""
+    """Keys at a distance up to this are visible; with 0 a token sees only itself."""
     global_tokens: int = 0
-    """The first tokens of the sequence that stay visible to every query."""
+    """The first tokens of the sequence, which stay visible to every query."""
 
     def __post_init__(self) -> None:
         require_at_least(self, 0, "window", "global_tokens")

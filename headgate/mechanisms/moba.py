@@ -1,9 +1,10 @@
-"""moba: the own block and those earlier that suit the query (Mixture of Block Attention, arXiv 2502.13189).
+"""moba: a query's own block and the earlier ones that suit it (Mixture of Block Attention, arXiv 2502.13189).
 
     out_i^h = softmax over the chosen blocks' keys j <= i of (q_i . k_j / sqrt(D)) v_j
-    chosen: the query's own block, and the top_k earlier ones of highest q_i . mean(block keys), for each head
+    chosen: the query's own block, and the top_k earlier ones with the highest q_i . mean(block keys), per
+    head
 
-Blocks are aligned; ties go to the later one. The choice has no gradient: the chosen keys have theirs.
+Blocks are aligned; ties go to the later one. The choice has no gradient, but the chosen keys do.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from headgate.mechanisms.contract import Mechanism, MechanismOptions, Past, regi
 @dataclass(frozen=True)
 class MobaOptions(MechanismOptions):
     block: int = 64
-    """Keys of a block."""
+    """Keys in a block."""
     top_k: int = 3
     """Earlier blocks that a query attends to."""
 
@@ -45,10 +46,10 @@ class Moba(Mechanism):
         return selected_pairs(length, self.options.block, self.options.top_k)
 
     def start_as_full(self) -> float:
-        """While there are no more blocks than are chosen."""
+        """As long as there are no more blocks than are chosen."""
         return (self.options.top_k + 1) * self.options.block
 
 
 def selected_pairs(length: int, block: int, top_k: int) -> int:
-    """Of queries that see their own block, a mean of every earlier one, and top_k of those."""
+    """Pairs of queries that see their own block, a mean of every earlier one, and top_k of those."""
     return sum(i // block + i % block + 1 + min(top_k, i // block) * block for i in range(length))

@@ -5,7 +5,7 @@
     out_i^h = g_i^h * attention of q_i^h over its reach
 
 The first half of the key-value heads are near, the others far, each with its query heads; a single one is
-far. A gate that starts nearly closed makes what attention puts out quiet and slow to learn.
+far. A gate that starts nearly closed keeps attention's output quiet and slow to learn.
 """
 
 import math
@@ -29,20 +29,14 @@ class NearFarOptions(MechanismOptions):
     stretch: int = 8
     """How many times as far the far heads reach."""
     gate: Literal["learned", "constant", "open"] = "learned"
-    """How the heads are weighted: by the learned gate, by a learned constant of each, or all by 1."""
+    """How the heads are weighted: by the learned gate, by a learned constant for each, or all by 1."""
     opening: float = 0.05
     """How far the gate is open when training starts."""
-    gate_bias: bool = True
-    """Whether the learned gate has a bias; without one it starts half open (opening=0.5)."""
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "window", "stretch")
         if not 0 < self.opening < 1:
             raise HeadgateError(f"opening={self.opening} is out of range; expected a share between 0 and 1")
-        if not self.gate_bias and self.gate == "learned" and self.opening != 0.5:
-            raise HeadgateError(
-                f"opening={self.opening} needs a bias, which gate_bias=false takes away; give opening=0.5"
-            )
 
 
 @register("near-far")
@@ -61,10 +55,9 @@ class NearFar(Mechanism):
 
     def __init__(self, heads: Heads, options: NearFarOptions) -> None:
         super().__init__(heads, options)
-        near, far = heads.n_kv_heads // 2, heads.n_kv_heads - heads.n_kv_heads // 2
+        near, far = heads.n_kv_heads // 2, (heads.n_kv_heads + 1) // 2
         self.windows = [options.window] * near + [options.stretch * options.window] * far
-        learned = options.gate == "learned"
-        self.gate = nn.Linear(heads.d_model, heads.n_heads, options.gate_bias) if learned else None
+        self.gate = nn.Linear(heads.d_model, heads.n_heads) if options.gate == "learned" else None
         self.constant = nn.Parameter(torch.empty(heads.n_heads)) if options.gate == "constant" else None
 
     def initialise(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
@@ -85,18 +78,11 @@ class NearFar(Mechanism):
         return self.options.gate != "open"
 
     def plain_span(self) -> ops.Span | None:
-        same = len(set(self.windows)) == 1
-        return ops.Span(self.windows[0]) if same and self.options.gate == "open" else None
-
-    def gated_span(self) -> tuple[ops.Span, str] | None:
-        same = len(set(self.windows)) == 1
-        return (ops.Span(self.windows[0]), "gate") if same and self.gate is not None else None
+        return None if self.skips or len(set(self.windows)) > 1 else ops.Span(self.windows[0])
 
     def start_as_full(self) -> float:
-        """Its gates start open, by their bias."""
+        """Its gates start open, through their bias."""
         if self.gate is not None:
-            if not self.options.gate_bias:
-                return 0
             fix_gate(self.gate)
         if self.constant is not None:
             self.constant.data.fill_(OPEN)

@@ -3,12 +3,12 @@
     out_i^h = sum over c in {compressed, selected, window} of sigmoid(W_c x_i)^h * o_i^{h,c}
 
 compressed: one mean key and mean value for every complete block before the query's own.
-selected: the keys of `top_k` blocks, the query's own and the first always among them, the others those with
-the largest weight in the compressed attention, summed over the query heads that share keys.
+selected: the keys of `top_k` blocks: always the query's own and the first, then those with the largest weight
+in the compressed attention, summed over the query heads that share keys.
 window: i-W <= j <= i.
 
-One block size serves compression and selection, and blocks are compressed by their mean: the paper learns a
-network for it. All branches share keys and values. The gates have no bias, so no weights make this full
+One block size serves compression and selection, and blocks are compressed by their mean, where the paper
+learns a network. All branches share keys and values. The gates have no bias, so no weights make this full
 attention and a retrofit starts changed.
 """
 
@@ -30,13 +30,13 @@ BRANCHES = ("compressed", "selected", "window")
 @dataclass(frozen=True)
 class NsaOptions(MechanismOptions):
     block: int = 64
-    """Keys of a block."""
+    """Keys in a block."""
     top_k: int = 16
-    """Blocks that a query attends to, its own and the first among them."""
+    """Blocks that a query attends to, including its own and the first."""
     window: int = 512
     """Reach of the window: keys at a distance up to this."""
     without: Literal["none", "compressed", "selected", "window"] = "none"
-    """The branch to leave out; without the compressed one its weights still choose the blocks."""
+    """The branch to leave out; without the compressed one, its weights still choose the blocks."""
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "block", "window")
@@ -86,7 +86,7 @@ class Nsa(Mechanism):
         return 0
 
     def pairs(self, length: int) -> int:
-        """Of all branches; a block's mean counts as one key, attended to and in the choice."""
+        """Over all branches; a block's mean counts as one key, both attended to and in the choice."""
         o, total = self.options, 0
         if "window" in self.branches:
             total += window_pairs(length, o.window)

@@ -3,7 +3,7 @@
     out_i^h = softmax over j <= i of (q_i . k_j / sqrt(D) + log(P_h(i - j) + 1e-6)) v_j
     P_h = a mixture of 4 Gaussians over log2(1 + distance)
 
-The dynamic-sparse paper lists this baseline by name alone and no public description was found: this is our
+The dynamic-sparse paper lists this baseline only by name, and no public description was found: this is our
 reading.
 """
 
@@ -20,7 +20,7 @@ COMPONENTS = 4
 FARTHEST = 12.0
 """Where the last component starts, in log2(1 + distance): 4,095 tokens away."""
 WIDE = 512.0
-"""Deviation of a prior that is nearly even: over 4,095 tokens it changes a logit by less than 3e-4."""
+"""Deviation of a nearly even prior: over 4,095 tokens it changes a logit by less than 3e-4."""
 
 
 @register("positional")
@@ -42,7 +42,7 @@ class Positional(Mechanism):
             parameter.zero_()
 
     def log_prior(self, distances: int) -> Tensor:
-        """log(P_h(d) + 1e-6) for the distances d = 0, 1, ...: (H,distances), in fp32 at least: bf16 has no
+        """log(P_h(d) + 1e-6) for the distances d = 0, 1, ...: (H,distances), in at least fp32: bf16 has no
         whole numbers beyond 256, and a distance's gradient is a sum over all queries."""
         d = torch.arange(distances, device=self.mean.device)
         u = torch.log2(1 + d.to(torch.promote_types(self.mean.dtype, torch.float32)))
@@ -51,8 +51,8 @@ class Positional(Mechanism):
         return ((density * self.weight.softmax(-1)).sum(-1) + 1e-6).log().T
 
     def table(self, distances: int) -> Tensor:
-        """`log_prior` of at least so many distances. Without a gradient it is kept for the next token, with
-        room to grow, until a parameter changes."""
+        """`log_prior` for at least this many distances. Without a gradient it is kept for the next token,
+        with room to grow, until a parameter changes."""
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self.log_prior(distances)
         made_from = [(p.data_ptr(), p._version) for p in self.parameters()]

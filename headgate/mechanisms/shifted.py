@@ -1,11 +1,11 @@
 """shifted: keys, or keys and values, that know the token before (KV shifting, arXiv 2411.19574).
 
     mode="mix"      k_j <- a^g k_j + b^g k_{j-1},   v_j <- c^g v_j + d^g v_{j-1}      before rotation
-    mode="offset"   the second half of a key's dimensions is that of the token before, and is not rotated, nor
+    mode="offset"   the second half of a key's dimensions comes from the token before and is not rotated, nor
                     is that half of the queries; values as they are (modded-nanogpt, record 49)
 
-k_{-1} = v_{-1} = 0. A single layer can then find the token after the last time this one occurred, for which
-plain attention needs two. A mix starts at 1, 0, 1, 0: as full attention. An offset never is.
+k_{-1} = v_{-1} = 0. A single layer can then find the token after the last occurrence of this one, for which
+plain attention needs two. A mix starts at 1, 0, 1, 0: as full attention. An offset never does.
 """
 
 import math

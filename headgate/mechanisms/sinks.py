@@ -1,9 +1,9 @@
-"""sinks: a learned logit per head that attends to nothing, to stay silent by (gpt-oss, arXiv 2508.10925).
+"""sinks: a learned logit per head that attends to nothing, for staying silent (gpt-oss, arXiv 2508.10925).
 
     out_i^h = o_i^h * sigmoid(lse_i^h - s^h)          o: full attention, lse: log-sum-exp of its logits
 
-That is a softmax over the keys and one more entry with the logit s and the value 0. A sink that stays 0 is
-the "softmax off by one".
+That is a softmax over the keys and one more entry with logit s and value 0. A sink that stays at 0 is the
+"softmax off by one".
 """
 
 import math
@@ -21,7 +21,7 @@ from headgate.mechanisms.gates import OPEN
 @dataclass(frozen=True)
 class SinksOptions(MechanismOptions):
     sink: Literal["learned", "constant", "none"] = "learned"
-    """The sink's logit: learned for each head, 0 for ever, or no sink."""
+    """The sink's logit: learned for each head, always 0, or no sink."""
 
 
 @register("sinks")

@@ -5,10 +5,10 @@
     out_i^h = softmax over j <= i of (a_ij * s_ij) v_j                with gate="multiply", the paper's
               softmax over j <= i of (a_ij + log s_ij) v_j            with gate="log", ours
 
-The paper's W_1 [LN q; LN k] is split in its halves, so that only the GELU is computed per pair. The product
-sends a closed gate's logit to 0, and a closed pair can still outweigh an open one whose logit is negative; in
-log space a closed gate removes the pair. LN has no weights of its own (W_1 absorbs them), GELU is its tanh
-form.
+The paper's W_1 [LN q; LN k] is split into its halves, so that only the GELU is computed per pair. The product
+sends a closed gate's logit to 0, so a closed pair can still outweigh an open one whose logit is negative; in
+log space a closed gate removes the pair. LN has no weights of its own (W_1 absorbs them), and GELU is its
+tanh form.
 """
 
 import math
@@ -36,7 +36,7 @@ class SparseGeometricOptions(MechanismOptions):
     geometric: Literal["learned", "none"] = "learned"
     """Whether a learned factor per head scales the logits."""
     sparsity: Literal["learned", "fixed", "none"] = "learned"
-    """The pair gate, or a fixed hard mask in its place, or neither."""
+    """The pair gate, or a fixed hard mask instead, or neither."""
     window: int = 256
     """Band of the fixed mask: keys at a distance up to this."""
     stride: int = 64
@@ -78,8 +78,8 @@ class SparseGeometric(Mechanism):
             parameter.normal_(0.0, 1 / math.sqrt(parameter.shape[-1]), generator=generator)
 
     def prepare(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> tuple[Tensor, ...]:
-        """Beside the keys, the key half of the gate (B,H,Tq,M): what decoding would otherwise compute again
-        for every past key."""
+        """Besides the keys, the key half of the gate (B,H,Tq,M), which decoding would otherwise recompute for
+        every past key."""
         q, k, v = super().prepare(x, q, k, v, past)
         if self.options.sparsity != "learned":
             return q, k, v
@@ -144,8 +144,8 @@ class SparseGeometric(Mechanism):
 
     @torch.no_grad()
     def start_as_full(self) -> float:
-        """The same gate for every pair. Added in log space it does not matter to the softmax; as a factor it
-        is undone by the geometric one, softplus(gamma) = 1 / gate, or starts near 1 where there is none."""
+        """The same gate for every pair. Added in log space, it does not matter to the softmax; as a factor,
+        it is undone by the geometric one, softplus(gamma) = 1 / gate, or starts near 1 if there is none."""
         o = self.options
         if o.sparsity == "fixed":
             return o.window + 1
@@ -158,7 +158,7 @@ class SparseGeometric(Mechanism):
         return math.inf
 
     def pair_operations(self) -> int:
-        """A GELU in its tanh form is eight operations a hidden unit, and its weighted sum two."""
+        """A GELU in its tanh form takes eight operations per hidden unit, and its weighted sum two."""
         return 10 * self.options.hidden if self.options.sparsity == "learned" else 0
 
     def pairs(self, length: int) -> int:

@@ -1,1 +1,1 @@
-"""The decoder, its cache, and what turns it into something other tools load."""
+"""The decoder, its cache, and what turns it into something that other tools can load."""

@@ -1,13 +1,13 @@
 """The keys and values of past tokens, per layer, from the first key that any later query may need.
 
-A layer's cache lives in buffers that are written at their end. Dropped keys cost nothing: the live part is a
-view, and when the end is reached it moves to the front (or to larger buffers), which a windowed mechanism
-does once in about a window of tokens. So its memory stays bounded and its time per token constant, whatever
-the length.
+A layer's cache lives in buffers that are written at their end. Dropping keys costs nothing: the live part is
+a view, and when the end is reached it moves to the front (or to larger buffers), which a windowed mechanism
+does about once per window of tokens. So its memory stays bounded and its time per token constant, at any
+length.
 
-The rows of a batch may stand at different positions. Mechanisms have rules about absolute positions, so no
-padding could stand in for missing tokens: rows of the same length form a group with buffers of its own, the
-mechanism runs once a group, and all else in the decoder runs once for all rows. A batch of equal lengths is
+The rows of a batch may be at different positions. Mechanisms have rules about absolute positions, so padding
+cannot stand in for missing tokens: rows of the same length form a group with its own buffers, the mechanism
+runs once per group, and everything else in the decoder runs once for all rows. A batch of equal lengths is
 one group.
 """
 
@@ -23,16 +23,16 @@ from headgate.ops.gpu import send
 class LayerCache:
     def __init__(self, most: int | None = None) -> None:
         self.most = most
-        """The tokens there will ever be, if known: buffers do not grow beyond them."""
+        """The most tokens there will ever be, if known: buffers do not grow beyond that."""
         self.start = 0
         """Position of the first key held."""
-        self._gap = 0  # keys dropped after the first ones, where a mechanism wants those kept
+        self._gap = 0  # keys dropped after the first ones, if a mechanism wants those kept
         self._begin = self._end = 0
         self._buffers: list[Tensor] = []  # keys, values, and the mechanism's states per key
         self.carried: dict[str, Tensor] = {}
-        """Tensors (B,...) of fixed size that a mechanism hands from call to call."""
+        """Tensors (B,...) of fixed size that a mechanism passes from call to call."""
         self.blocks: dict[str, LayerCache] = {}
-        """Summaries of complete blocks of keys, a row for each block in place of a key."""
+        """Summaries of complete blocks of keys, with one row per block instead of per key."""
 
     def __len__(self) -> int:
         return self._end - self._begin
@@ -49,13 +49,13 @@ class LayerCache:
 
     @property
     def held_bytes(self) -> int:
-        """Of what is held, without the room for more."""
+        """Bytes of what is held, without room for more."""
         held = [buffer[:, :, : len(self)] for buffer in self._buffers]
         own = sum(map(_bytes, [*held, *self.carried.values()]))
         return own + sum(blocks.held_bytes for blocks in self.blocks.values())
 
     def append(self, *new: Tensor) -> list[Tensor]:
-        """Add tensors (B,heads,T,...) of the newest tokens; returns views of all that is held."""
+        """Add the newest tokens' tensors (B,heads,T,...); returns views of all that is held."""
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in new):
             raise HeadgateError(
                 "a cache carries no gradients; run the decoder with a cache under torch.no_grad()"
@@ -66,7 +66,7 @@ class LayerCache:
             wanted = 2 * (held + added)
             if self.most is not None:
                 wanted = max(held + added, min(wanted, self.most - self.start - self._gap))
-            # Moving in place would overlap unless the live part lies beyond its own length.
+            # Moving in place would overlap unless the live part starts beyond its own length.
             fits = held <= self._begin and held + added <= capacity <= 2 * wanted
             target = self._buffers if fits else [t.new_empty(*t.shape[:2], wanted, *t.shape[3:]) for t in new]
             for old, fresh in zip(self._buffers, target, strict=False):
@@ -82,11 +82,11 @@ class LayerCache:
         return [buffer[:, :, self._begin : self._end] for buffer in self._buffers]
 
     def blocks_of(self, name: str) -> "LayerCache":
-        """Where the summaries of complete blocks are kept under this name."""
+        """Where summaries of complete blocks are kept under this name."""
         return self.blocks.setdefault(name, LayerCache())
 
     def drop_before(self, position: int, *, keep: int = 0) -> None:
-        """Forget the keys before `position`, but for the first `keep` of the sequence, which then stand right
+        """Forget the keys before `position`, except the first `keep` of the sequence, which then come right
         before it."""
         dropped = max(0, min(position - self.start - self._gap, len(self)) - keep)
         if dropped == 0:
@@ -101,7 +101,7 @@ class LayerCache:
             self.start += dropped
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows of the batch, in this order; a row may stand there more than once."""
+        """Keep these rows of the batch, in this order; a row may appear more than once."""
 
         def selected(t: Tensor) -> Tensor:
             return t.index_select(0, torch.tensor(rows, device=t.device))
@@ -117,31 +117,31 @@ def _bytes(t: Tensor) -> int:
 
 
 class Group:
-    """The rows of a batch that stand at the same position."""
+    """The rows of a batch that are at the same position."""
 
     def __init__(self, n_layers: int, most: int | None = None) -> None:
         self.rows: list[int] | None = None
-        """Which rows of the batch they are; None before the first tokens, when it is not known how many."""
+        """Which rows of the batch they are; None before the first tokens, when their number is unknown."""
         self.length = 0
         """Tokens seen so far; the next one has this position."""
         self.layers = [LayerCache(most) for _ in range(n_layers)]
 
 
 class Cache:
-    """What a decoder keeps between calls: give the same one to each call, with the next tokens of every row.
+    """What a decoder keeps between calls: pass the same one to each call, with the next tokens of every row.
 
-    Rows of different lengths: run each length by itself with a cache of its own, then `join` the caches.
+    For rows of different lengths, run each length by itself with its own cache, then `join` the caches.
     """
 
     def __init__(self, n_layers: int, most: int | None = None) -> None:
         self.groups = [Group(n_layers, most)]
-        # On the device once and for all tokens, until rows change: a copy for each would make it wait.
+        # On the device once for all tokens, until rows change: a copy for each would make it wait.
         self._lengths: Tensor | None = None
         self._parts: list[tuple[slice | Tensor, Group]] | None = None
 
     @classmethod
     def join(cls, caches: Sequence["Cache"]) -> "Cache":
-        """One cache of all their rows, in that order. The caches given are used up."""
+        """One cache of all their rows, in that order. The given caches must not be used again."""
         joined = cls(0)
         joined.groups, batch = [], 0
         for cache in caches:
@@ -167,7 +167,7 @@ class Cache:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens seen so far by each row; each row's next one has this position."""
+        """Tokens seen so far by each row; each row's next token has this position."""
         by_row = {row: group.length for group in self.groups for row in group.rows or ()}
         return [by_row[row] for row in sorted(by_row)]
 
@@ -178,7 +178,7 @@ class Cache:
 
     @property
     def held_bytes(self) -> int:
-        """Of the keys held, without the room for more."""
+        """Bytes of the keys held, without room for more."""
         return sum(layer.held_bytes for group in self.groups for layer in group.layers)
 
     def select(self, rows: Sequence[int]) -> None:
@@ -198,7 +198,7 @@ class Cache:
         self.groups, self._lengths, self._parts = kept, None, None
 
     def claim(self, batch: int) -> None:
-        """The next tokens are of this many rows; another number than before is refused."""
+        """Expect the next tokens for this many rows; a number other than before is refused."""
         if self.batch is None:
             self.groups[0].rows = list(range(batch))
         elif self.batch != batch:
@@ -208,7 +208,7 @@ class Cache:
             )
 
     def positions(self, count: int, device: torch.device) -> Tensor:
-        """Of the next `count` tokens: (T) where all rows stand alike, (B,T) otherwise."""
+        """Positions of the next `count` tokens: (T) if all rows are at the same one, (B,T) otherwise."""
         following = torch.arange(count, device=device)
         if len(self.groups) == 1:
             return self.groups[0].length + following
@@ -217,7 +217,7 @@ class Cache:
         return self._lengths[:, None] + following
 
     def parts(self, device: torch.device) -> list[tuple[slice | Tensor, Group]]:
-        """The groups, each with what picks its rows out of the batch: a slice where they stand together."""
+        """The groups, each with what selects its rows from the batch: a slice if they are adjacent."""
         if self._parts is None:
             self._parts = []
             for group in self.groups:

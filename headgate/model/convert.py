@@ -1,18 +1,18 @@
-"""From one form of a model to another: families of Hugging Face, and headgate, in both directions.
+"""From one form of a model to another: Hugging Face's families and headgate, in both directions.
 
 A headgate folder holds `model.safetensors`, which `headgate.load` reads, and beside it the `config.json` and
-tokenizer files by which transformers reads the same folder once `headgate.model.hf` is imported. The folder
-of another family needs no headgate.
+tokenizer files through which transformers reads the same folder once `headgate.model.hf` is imported. The
+folder of another family works without headgate.
 
-Tensors are mapped from the files that hold them and written from there, one after the other: a model larger
-than the memory passes through. The folder is made under a temporary name, so what is seen of it is whole.
+Tensors are mapped from the files that hold them and written from there, one after another, so a model larger
+than memory can be converted. The folder is made under a temporary name: once visible, it is complete.
 """
 
 import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -26,13 +26,13 @@ from headgate.mechanisms.contract import Mechanism, initialise
 from headgate.model import families, remote
 from headgate.model.decoder import Decoder, header_config, header_of, model_file, with_mechanism
 from headgate.model.tensors import write_tensors
-from headgate.model.weights import MODEL_TYPE, PREFIX, Weights, settings_config
+from headgate.model.weights import MODEL_TYPE, PREFIX, Weights, remembered, settings_config
 
 Form = Literal["headgate", families.Family]
 ARCHITECTURE = remote.CLASSES["AutoModelForCausalLM"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CARRIED = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
-"""Settings of a config.json that our config has no place for and other tools need."""
+"""Settings of a config.json that our config has no place for but other tools need."""
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -44,12 +44,12 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 END_OF_TEXT = "<|endoftext|>"
-"""The token that ends a text where a tokenizer has several special ones and nothing beside it says which."""
+"""The token that ends a text if a tokenizer has several special ones and nothing beside it says which."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A model as it is found: our config, where each of our tensors lies, and what goes along with it."""
+    """A model as found: our config, where each of our tensors is, and what comes with it."""
 
     form: str
     config: ModelConfig
@@ -61,14 +61,14 @@ class Source:
     carried: Mapping[str, Any]
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """Of one of our tensors; None if it is missing."""
+        """The shape of one of our tensors; None if it is missing."""
         theirs = self.names.get(name)
         return None if theirs is None or theirs not in self.weights else self.weights.shape(theirs)
 
 
 @dataclass(frozen=True)
 class Converted:
-    """What was written, for the person who asked."""
+    """What was written, for the user."""
 
     source: str
     """The form of the source: headgate, qwen2, qwen3, llama or mistral."""
@@ -76,7 +76,7 @@ class Converted:
     parameters: int
     dtype: str
     changes: tuple[str, ...]
-    """What a changed mechanism starts as, a sentence each."""
+    """What a changed mechanism starts as, one sentence each."""
 
 
 def convert(
@@ -90,8 +90,8 @@ def convert(
 ) -> Converted:
     """Write the model of `source` to the new folder `out`, with another mechanism if one is named.
 
-    What the new mechanism has in common with the old is kept; what is new starts as full attention where it
-    can. `seed` is that of new parameters which start at random.
+    Parameters that the new mechanism shares with the old are kept; new ones start as full attention if they
+    can. `seed` is for new parameters that start at random.
     """
     if dtype is not None and dtype not in DTYPES:
         raise HeadgateError(f"dtype={dtype!r} is not a choice; {suggestion(dtype, DTYPES)}")
@@ -124,17 +124,17 @@ def convert(
 
 
 def read_source(path: Path) -> Source:
-    """Tell what a file or folder holds, and check that it is whole; no tensor is read yet."""
+    """Find out what a file or folder holds, and check that it is complete; no tensor is read yet."""
     if not path.exists():
         raise HeadgateError(
             f"{str(path)!r} does not exist; expected a folder with a model or a .safetensors file (from the "
-            "hub: hf download NAME --local-dir FOLDER)"
+            "Hub: hf download NAME --local-dir FOLDER)"
         )
     settings = read_json(path / "config.json") if (path / "config.json").is_file() else {}
     if "model_type" not in settings:
         if not path.is_dir() or _holds_ours(path):
             return _ours(path)
-        Weights.of_folder(path)  # says what is wrong with its weights, if that is what is wrong
+        Weights.of_folder(path)  # raises if its weights are what is wrong
         raise HeadgateError(
             f"{str(path)!r} has no config.json with a model_type; expected a folder of Qwen, Llama, Mistral "
             "or headgate"
@@ -149,7 +149,10 @@ def read_source(path: Path) -> Source:
     config = families.read_settings(settings, where)
     weights = Weights.of_folder(path)
     names = families.tensor_names(config)
-    # A tied model's output weights are those of its embedding, whether they are stored again or not.
+    if MODEL_TYPE in settings:
+        config = _with_used(config, settings, where)
+        names |= {families.our_name(name): name for name in weights.names() if ".mechanism." in name}
+    # A tied model's output weights are its embedding's, whether they are stored again or not.
     unknown = sorted(weights.names() - set(names.values()) - {"lm_head.weight"})
     if unknown:
         raise HeadgateError(
@@ -159,12 +162,19 @@ def read_source(path: Path) -> Source:
     return Source(settings["model_type"], config, weights, names, path, carried)
 
 
+def _with_used(config: ModelConfig, settings: Mapping[str, Any], where: str) -> ModelConfig:
+    """With the mechanisms that `headgate.model.hf.use` put into the layers."""
+    used, layers = remembered(config, settings, repr(where))
+    each = [(used if n in layers else config).layer_mechanism(n) for n in range(config.n_layers)]
+    return replace(config, mechanism=tuple(each))
+
+
 def _holds_ours(folder: Path) -> bool:
     return (folder / "model.safetensors").is_file() or any(folder.glob("checkpoints/step-*/*.safetensors"))
 
 
 def _ours(path: Path) -> Source:
-    """A file of Decoder.save, a checkpoint, or a run folder."""
+    """A file written by Decoder.save, a checkpoint, or a run folder."""
     file = model_file(path)
     config, weights = header_config(file), Weights.of_file(file)
     folder, above = file.parent, file.resolve().parent.parent
@@ -176,7 +186,7 @@ def _ours(path: Path) -> Source:
 
 
 def _open_mechanisms(decoder: Decoder, source: Source, seed: int) -> tuple[dict[str, Tensor], list[str]]:
-    """The parameters that the source has not, opened; and what the layers with another mechanism start as."""
+    """The parameters that the source lacks, set to full attention; and what the changed layers start as."""
     fresh, remarks = {}, []
     for n, layer in enumerate(decoder.layers):
         prefix = f"layers.{n}.attention.mechanism."
@@ -189,7 +199,7 @@ def _open_mechanisms(decoder: Decoder, source: Source, seed: int) -> tuple[dict[
             fresh[prefix] = mechanism, before.name, after.name
         elif before != after:
             remarks.append(f"{after.name} keeps its weights under other options")
-    initialise(decoder, seed)  # all but the fresh ones are on the meta device, and left alone
+    initialise(decoder, seed)  # all but the new ones are on the meta device, and left alone
     tensors: dict[str, Tensor] = {}
     for prefix, (mechanism, before_name, after_name) in fresh.items():
         reach = mechanism.start_as_full()
@@ -203,7 +213,7 @@ def _open_mechanisms(decoder: Decoder, source: Source, seed: int) -> tuple[dict[
 
 
 def _replaced(before: str, after: str) -> str:
-    return f"{after} stands where {before} did, so the model starts changed"
+    return f"{after} replaces {before}, so the model starts changed"
 
 
 def _start(name: str, reach: float) -> str:
@@ -215,7 +225,8 @@ def _start(name: str, reach: float) -> str:
 
 
 def _checked_names(decoder: Decoder, source: Source, fresh: Mapping[str, Tensor]) -> list[str]:
-    """The tensors that come from the source, once it is certain that it has them all and in their shapes."""
+    """The tensors that come from the source, once it is certain that it has them all with the right
+    shapes."""
     needed = {name: tuple(t.shape) for name, t in decoder.state_dict().items() if name not in fresh}
     for name, shape in needed.items():
         given = source.shape(name)
@@ -227,9 +238,7 @@ def _checked_names(decoder: Decoder, source: Source, fresh: Mapping[str, Tensor]
     known = {name for name in source.names if ".mechanism." not in name}
     unknown = sorted(known - needed.keys())
     if unknown:
-        raise HeadgateError(
-            f"{str(source.folder)!r} does not fit its config: it has {unknown[0]} in addition"
-        )
+        raise HeadgateError(f"{str(source.folder)!r} does not fit its config: it also has {unknown[0]}")
     return list(needed)
 
 
@@ -263,7 +272,7 @@ def _write(
 
 
 def _refuse_link(path: Path) -> None:
-    """A link could lead to any file of this machine, which would be passed on; the hub's cache is made of
+    """A link could lead to any file on this machine, which would be passed on; the Hub's cache consists of
     links to its own files."""
     cache = path.parent.resolve().parent.parent / "blobs"
     if path.is_symlink() and path.resolve().parent != cache:
@@ -271,7 +280,7 @@ def _refuse_link(path: Path) -> None:
 
 
 def _describe_tokenizer(folder: Path) -> dict[str, Any]:
-    """Beside a tokenizer.json alone, as a run has it, write what transformers wants to know of it."""
+    """Beside a tokenizer.json alone, as in a run, write what transformers needs to know about it."""
     if not (folder / "tokenizer.json").is_file() or (folder / "tokenizer_config.json").is_file():
         return {}
     added = read_json(folder / "tokenizer.json").get("added_tokens") or []

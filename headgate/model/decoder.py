@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from headgate.config import Config, MechanismSpec, ModelConfig, from_dict, parse_mechanisms, to_dict
 from headgate.errors import HeadgateError, suggestion
 from headgate.files import kind, named, read_json
+from headgate.machine import avoid_broken_tiles
 from headgate.mechanisms.contract import (
     MECHANISMS,
     Heads,
@@ -43,7 +44,7 @@ from headgate.ops.rotary import rotation
 from headgate.recipes import get_recipe
 
 Held = Sequence[tuple[slice | Tensor, LayerCache]]
-"""What a layer has in the cache: for each group of rows, which rows of the batch they are, and their keys."""
+"""A layer's part of the cache: for each group of rows, which rows of the batch they are, and their keys."""
 
 
 class RMSNorm(nn.RMSNorm):
@@ -75,7 +76,7 @@ class Attention(nn.Module):
         cache: Held | None,
         documents: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """What attention adds to the stream, and the values as projected."""
+        """What attention adds to the stream, and the projected values."""
         q, k, v = self.project(x)
         return self.put_out(self.attend(x, q, k, v, cos, sin, first_values, cache, documents)), v
 
@@ -144,7 +145,7 @@ class Layer(nn.Module):
         *,
         with_values: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """The stream after this layer; with its attention's values beside it, if later layers want them."""
+        """The stream after this layer; with its attention's values, if later layers want them."""
         attended, values = self.attention(self.attention_norm(x), cos, sin, first_values, cache, documents)
         x = self._add(x, attended)
         return (x, values) if with_values else x
@@ -154,12 +155,12 @@ class Layer(nn.Module):
         return x + cast(Tensor, self.mlp(self.mlp_norm(x)))
 
     def before(self, x: Tensor) -> tuple[Tensor, ...]:
-        """What `Attention.attend` gets of the stream: its norm and the projections."""
+        """What `Attention.attend` takes from the stream: its norm and the projections."""
         normed = self.attention_norm(x)
         return normed, *self.attention.project(normed)
 
     def after(self, x: Tensor, attended: Tensor) -> Tensor:
-        """The stream after this layer, from that before it and the attended values."""
+        """The stream after this layer, from the stream before it and the attended values."""
         return self._add(x, self.attention.put_out(attended))
 
 
@@ -172,7 +173,7 @@ class Decoder(nn.Module):
         check_shared_options(config.shared_options)
         self.config = config
         self.recompute = False
-        """Compute each layer again in the backward pass instead of keeping what it needs."""
+        """Recompute each layer in the backward pass instead of keeping what it needs."""
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.layers = nn.ModuleList(Layer(config, config.layer_mechanism(n)) for n in range(config.n_layers))
         used = {MECHANISMS.get(config.layer_mechanism(n).name) for n in range(config.n_layers)}
@@ -183,7 +184,7 @@ class Decoder(nn.Module):
         initialise(self, seed)
 
     def initialise(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
-        """By the config's start; a mechanism fills its own parameters."""
+        """By the config's `start`; a mechanism fills its own parameters."""
         scaled = self.config.start == "scaled"
         if name == "embedding.weight":
             deviation = self.config.embedding_deviation or (1.0 if scaled else 0.02)
@@ -208,15 +209,15 @@ class Decoder(nn.Module):
         predict: bool = False,
     ) -> Tensor:
         """Logits (B,T,V), or with targets the cross-entropy over those that are not -100: their mean or sum,
-        or (B,T) with 0 where the target is -100. To predict is to give the likeliest next tokens (B,T).
+        or (B,T) with 0 where the target is -100. To predict is to return the likeliest next tokens (B,T).
 
-        The loss never holds the logits of the whole batch: they are made and used up in chunks.
+        The loss never holds the logits of the whole batch: they are made and consumed in chunks.
 
-        `documents` (B,T) says which document each token is of, where several share a row: equal within one,
-        and never returning to an earlier one; best on the CPU, where they are looked at. Nothing then attends
-        across documents, positions begin anew with each (or go on through the row, with positions="stream"),
-        and the target of a document's last token, which is another's first, does not count unless
-        `count_boundaries`.
+        `documents` (B,T) says which document each token belongs to, where several share a row: equal within
+        one, and never returning to an earlier one; best kept on the CPU, where they are read. Nothing then
+        attends across documents, positions start again with each (or continue through the row, with
+        positions="stream"), and the target of a document's last token, which is another's first, does not
+        count unless `count_boundaries`.
         """
         x = self.hidden(tokens, cache=cache, documents=documents, positions=positions)
         if predict:
@@ -235,7 +236,7 @@ class Decoder(nn.Module):
         return self.loss(x, targets, reduction=reduction)
 
     def loss(self, x: Tensor, targets: Tensor, *, reduction: Literal["mean", "sum", "none"]) -> Tensor:
-        """The cross-entropy of final states (B,T,C), as `forward` gives it. An output layer with an adapter
+        """The cross-entropy of final states (B,T,C), as `forward` returns it. An output layer with an adapter
         or hooks makes all logits at once; so do torch.func and the reference backend, which can be
         differentiated twice."""
         plain = self.config.tied_embeddings or is_plain(self.head)
@@ -248,7 +249,7 @@ class Decoder(nn.Module):
         return loss.unflatten(0, targets.shape) if reduction == "none" else loss
 
     def loss_rows(self, tokens: int) -> int:
-        """How many of the tokens have their logits at once while the loss is computed."""
+        """How many tokens have their logits in memory at once while the loss is computed."""
         return min(tokens, rows_at_once(self.config.vocab_size, self.embedding.weight.device))
 
     def hidden(
@@ -268,7 +269,7 @@ class Decoder(nn.Module):
         cos, sin, groups = self.placed(tokens, cache, starts if positions == "document" else None)
         x, first_values = self.embedding(tokens), None
         if torch.is_autocast_enabled(x.device.type):
-            x = x.float()  # sharded weights are gathered in half precision; what layers add up stays in fp32
+            x = x.float()  # sharded weights are gathered in half precision; the residual stream stays in fp32
         for n, layer in enumerate(self.layers):
             held = None if cache is None else [(rows, group.layers[n]) for rows, group in groups]
             run: Callable[..., Any] = layer
@@ -285,7 +286,7 @@ class Decoder(nn.Module):
     def placed(
         self, tokens: Tensor, cache: Cache | None, starts: Tensor | None = None
     ) -> tuple[Tensor, Tensor, list[tuple[slice | Tensor, Group]]]:
-        """How the tokens' positions turn queries and keys, and what the cache has of each group of rows."""
+        """The rotations for the tokens' positions, and the cache's part for each group of rows."""
         if cache is None:
             places = torch.arange(tokens.shape[1], device=tokens.device)
             places = places if starts is None else places - starts
@@ -302,13 +303,13 @@ class Decoder(nn.Module):
         return self.logits(self.hidden(tokens, cache=cache)[:, -1])
 
     def logits(self, x: Tensor) -> Tensor:
-        """Of final states (...,C): (...,V)."""
+        """From final states (...,C): (...,V)."""
         if self.config.tied_embeddings:
             return F.linear(x, self.embedding.weight)
         return cast(Tensor, self.head(x))
 
     def new_cache(self, most: int | None = None) -> Cache:
-        """An empty cache; `most` tokens is the longest a row will get, if that is known."""
+        """An empty cache; `most` tokens is the longest that a row will get, if known."""
         return Cache(len(self.layers), most)
 
     def generate(
@@ -328,15 +329,15 @@ class Decoder(nn.Module):
         prefill_chunk: int = 512,
         graphs: bool = False,
     ) -> list[Completion]:
-        """Continue every prompt, (B,T) or a list of token lists of any lengths: each row's new tokens, and
-        why they ended.
+        """Continue every prompt, (B,T) or a list of token lists of any lengths; returns each row's new tokens
+        and why they ended.
 
         temperature=0 takes the most likely token; otherwise tokens are drawn as `Sampling` says, each row
-        with random numbers of its own. `stop` is a token, or a list of tokens and of token sequences that end
-        a row where they occur in what is new. `stream(row, token)` is called with every token as soon as
-        there is one. `skip_below` leaves out the computation behind gates below it (`headgate.skipping`).
-        `prefill_chunk` tokens of the prompts are run at once: the memory a long prompt takes beside its
-        cache. `graphs` records the parts of a step between attentions as CUDA graphs.
+        with its own random numbers. `stop` is a token, or a list of tokens and token sequences that end a row
+        when they occur among its new tokens. `stream(row, token)` is called with every token as soon as it is
+        chosen. `skip_below` skips the computation behind gates below it (`headgate.skipping`).
+        `prefill_chunk` tokens of the prompts are run at once, which bounds the memory of a long prompt beyond
+        its cache. `graphs` records the parts of a step between attentions as CUDA graphs.
         """
         sampling = Sampling(repetition_penalty, temperature, top_k, top_p, min_p, seed)
         return generate(
@@ -386,9 +387,9 @@ def build_model(
 ) -> Decoder:
     """A decoder from a recipe's name or a config, with this mechanism in its layers.
 
-    The mechanism is written as `config.parse_mechanisms` says, the same as on the command line; a list is a
-    pattern that repeats over the layers. Options go to every mechanism of the
-    pattern that has them; one that none has is an error.
+    The mechanism is written as `config.parse_mechanisms` says, just as on the command line; a list is a
+    pattern that repeats over the layers. Options go to every mechanism of the pattern that has them; one that
+    none has is an error.
     """
     given = get_recipe(recipe_or_config) if isinstance(recipe_or_config, str) else recipe_or_config
     config = given.model if isinstance(given, Config) else given
@@ -421,8 +422,8 @@ def with_mechanism(
 
 
 def load(path: str | os.PathLike[str]) -> Decoder:
-    """The decoder in a safetensors file that `Decoder.save` wrote, in a folder with a model.safetensors such
-    as a checkpoint or what `save_pretrained` wrote, sharded or not, or in the latest checkpoint of a run
+    """The decoder in a safetensors file that `Decoder.save` wrote; in a folder with a model.safetensors, such
+    as a checkpoint or what `save_pretrained` wrote, sharded or not; or in the latest checkpoint of a run
     folder."""
     if (Path(path) / INDEX).is_file():
         file, weights = Path(path) / INDEX, Weights.of_folder(Path(path))
@@ -443,6 +444,8 @@ def load(path: str | os.PathLike[str]) -> Decoder:
                 f"expected {expected.get(name, 'nothing of that name')}"
             )
     decoder.load_state_dict(tensors, assign=True)
+    if any(tensor.dtype == torch.bfloat16 for tensor in tensors.values()):
+        avoid_broken_tiles()
     return decoder
 
 
@@ -463,12 +466,12 @@ def model_file(path: str | os.PathLike[str]) -> Path:
 
 
 def header_of(config: ModelConfig) -> dict[str, str]:
-    """The metadata of a file with this model's weights, from which `header_config` reads it again."""
+    """The metadata for a file of this model's weights, from which `header_config` reads the config back."""
     return {"headgate": json.dumps(to_dict(config))}
 
 
 def header_config(file: Path) -> ModelConfig:
-    """The config in the header of a file that `Decoder.save` wrote; of one that transformers saved, in the
+    """The config in the header of a file that `Decoder.save` wrote; for one that transformers saved, in the
     config.json beside it."""
     metadata = {} if file.name == INDEX else read_metadata(file)
     beside = file.parent / "config.json"
@@ -484,7 +487,7 @@ def header_config(file: Path) -> ModelConfig:
         )
     unknown = metadata.keys() - {"format", "headgate", DIGEST}
     if unknown:
-        raise HeadgateError(f"{str(file)!r} is damaged: nothing is known of {min(unknown)!r} in its header")
+        raise HeadgateError(f"{str(file)!r} is damaged: {min(unknown)!r} in its header is unknown")
     try:
         values = json.loads(metadata["headgate"])
         config = from_dict(ModelConfig, dict(values))

@@ -1,8 +1,8 @@
-"""Models as Hugging Face stores them: settings and tensor names of its families, from ours and back.
+"""Models as Hugging Face stores them: its families' settings and tensor names, from ours and back.
 
-Read and written: Qwen2 (and Qwen2.5), Qwen3, Llama, Mistral and Ministral. Written alone, for gated
-attention: Qwen3.5 and Step3.5. A setting that our decoder does not compute is refused by name: a model that
-loads is the same model.
+Read and written: Qwen2 (and Qwen2.5), Qwen3, Llama, Mistral and Ministral. Only written, for gated attention:
+Qwen3.5 and Step3.5. A setting that our decoder does not compute is refused by name: a model that loads is the
+same model.
 """
 
 import math
@@ -13,18 +13,18 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from headgate.config import MechanismSpec, ModelConfig, RopeScaling, from_dict
+from headgate.config import MOST_LAYERS, MechanismSpec, ModelConfig, RopeScaling, from_dict
 from headgate.errors import HeadgateError
 from headgate.mechanisms.contract import MECHANISMS, Heads, make_options
 
 Family = Literal["qwen", "llama", "mistral", "qwen3_5", "step3p5"]
-"""What can be written; qwen is Qwen2 or Qwen3, mistral also Ministral, whichever the model is."""
+"""What can be written; qwen means Qwen2 or Qwen3, mistral also Ministral, whichever the model is."""
 READ = ("qwen2", "qwen3", "llama", "mistral", "ministral")
 
 
 @dataclass(frozen=True)
 class FamilySettings:
-    """What a config.json says about the computation, with the defaults that transformers has."""
+    """What a config.json says about the computation, with transformers' defaults."""
 
     vocab_size: int
     hidden_size: int
@@ -57,7 +57,8 @@ REQUIRED: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1, None),
     "quantization_config": (None,),
 }
-"""Settings that other values than these would change the computation in ways our decoder does not follow."""
+"""Settings for which values other than these would change the computation in ways our decoder does not
+follow."""
 
 
 def read_settings(values: Mapping[str, Any], where: str) -> ModelConfig:
@@ -65,7 +66,7 @@ def read_settings(values: Mapping[str, Any], where: str) -> ModelConfig:
     family = values.get("model_type")
     if family not in READ:
         raise HeadgateError(
-            f"{where!r} is of model_type={family!r}; expected {', '.join(READ)} (qwen2 also for Qwen2.5) or "
+            f"{where!r} has model_type={family!r}; expected {', '.join(READ)} (qwen2 also for Qwen2.5) or "
             "headgate"
         )
     for name, allowed in REQUIRED.items():
@@ -77,6 +78,10 @@ def read_settings(values: Mapping[str, Any], where: str) -> ModelConfig:
     known = {f.name for f in fields(FamilySettings)}
     given = {name: values[name] for name in values if name in known}
     s = from_dict(FamilySettings, DEFAULTS.get(family, {}) | given, where=where)
+    if not 1 <= s.num_hidden_layers <= MOST_LAYERS:
+        raise HeadgateError(
+            f"{where!r} has num_hidden_layers={s.num_hidden_layers}; expected from 1 to {MOST_LAYERS:,}"
+        )
     theta, scaling = _rope(s, where)
     return ModelConfig(
         vocab_size=s.vocab_size,
@@ -106,8 +111,8 @@ def _rope(s: FamilySettings, where: str) -> tuple[float, RopeScaling | None]:
         raise HeadgateError(f"{where!r} has no single rope_theta; expected one number for all layers")
     if rope.pop("partial_rotary_factor", 1) not in (1, None):
         raise HeadgateError(
-            f"{where!r} asks for RoPE with {asked}, on some of the dimensions alone; headgate "
-            "turns all of them"
+            f"{where!r} asks for RoPE with {asked}, on only some of the dimensions; headgate "
+            "rotates all of them"
         )
     if kind == "default":
         return float(theta), None
@@ -153,7 +158,7 @@ def _mechanism(s: FamilySettings, family: str, where: str) -> tuple[MechanismSpe
             f"{where!r} has sliding layers with sliding_window={s.sliding_window} and "
             f"use_sliding_window={used}; expected a window of at least 2 that is in use"
         )
-    # They count the keys that are seen, we the distance to the farthest.
+    # They count the keys that are seen; we count the distance to the farthest.
     local = MechanismSpec("local", {} if window is None else {"window": window - 1})
     pattern = [local if slide else MechanismSpec("full") for slide in slides]
     length = next(n for n in range(1, len(pattern) + 1) if all(a == b for a, b in _repeats(pattern, n)))
@@ -166,11 +171,11 @@ def _repeats(pattern: list[MechanismSpec], length: int) -> list[tuple[MechanismS
 
 @dataclass(frozen=True)
 class _LayerAttention:
-    """A layer's attention in the words of other tools."""
+    """A layer's attention in other tools' terms."""
 
     window: int | None
     gate: str | None
-    """The name of the linear layer inside the mechanism that gates what attention puts out."""
+    """The name of the linear layer inside the mechanism that gates attention's output."""
     gates: int
     has_bias: bool
 
@@ -192,8 +197,8 @@ class _Layers:
 
 
 def write_settings(config: ModelConfig, family: Family) -> dict[str, Any]:
-    """The config.json of the family's model that computes what this one does, or an error that says why there
-    is none."""
+    """The config.json of the family's model that computes the same as this one, or an error that says why
+    there is none."""
     layers = _Layers([_attention(config, n, family) for n in range(config.n_layers)])
     sliding = {layer.window for layer in layers.each if layer.window is not None}
     if len(sliding) > 1:
@@ -219,7 +224,7 @@ def write_settings(config: ModelConfig, family: Family) -> dict[str, Any]:
         "rope_parameters": rope,
         "attention_bias": False,
         "attention_dropout": 0.0,
-        # else transformers would have defaults for some families; what the source says replaces these
+        # otherwise transformers would use defaults for some families; what the source says replaces these
         "bos_token_id": None,
         "eos_token_id": None,
     }
@@ -230,8 +235,8 @@ def _qwen(config: ModelConfig, layers: _Layers) -> dict[str, Any]:
     if config.qk_norm == config.qkv_bias:
         other = "" if config.qk_norm else "; without either it may be a Llama: --to llama or --to mistral"
         raise HeadgateError(
-            f"qk_norm={config.qk_norm} with qkv_bias={config.qkv_bias} is no Qwen; Qwen3 has the norm and no "
-            f"bias, Qwen2 the bias and no norm{other}"
+            f"qk_norm={config.qk_norm} with qkv_bias={config.qkv_bias} is not a Qwen; Qwen3 has the norm but "
+            f"no bias, Qwen2 the bias but no norm{other}"
         )
     return {
         "architectures": ["Qwen3ForCausalLM" if config.qk_norm else "Qwen2ForCausalLM"],
@@ -246,7 +251,7 @@ def _llama(config: ModelConfig, layers: _Layers) -> dict[str, Any]:
     _require_bare(config, "llama")
     if layers.window is not None:
         raise HeadgateError(
-            f"the model has windows of {layers.window - 1}, and Llama has none; write --to mistral"
+            f"the model has windows of {layers.window - 1}, but Llama has none; write --to mistral"
         )
     return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_bias": False}
 
@@ -270,7 +275,7 @@ def _mistral(config: ModelConfig, layers: _Layers) -> dict[str, Any]:
 def _require_bare(config: ModelConfig, family: str) -> None:
     if config.qk_norm or config.qkv_bias:
         raise HeadgateError(
-            f"qk_norm={str(config.qk_norm).lower()} with qkv_bias={str(config.qkv_bias).lower()} is no "
+            f"qk_norm={str(config.qk_norm).lower()} with qkv_bias={str(config.qkv_bias).lower()} is not "
             f"{family}, which has neither; write --to qwen"
         )
 
@@ -278,7 +283,7 @@ def _require_bare(config: ModelConfig, family: str) -> None:
 def _qwen3_5(config: ModelConfig, layers: _Layers) -> dict[str, Any]:
     if not config.qk_norm or layers.window is not None:
         raise HeadgateError(
-            f"qk_norm={str(config.qk_norm).lower()} with sliding layers: {layers.window is not None}, is no "
+            f"qk_norm={str(config.qk_norm).lower()} with sliding layers: {layers.window is not None}, is not "
             "Qwen3.5, whose full attention has a norm on queries and keys and no window; write --to headgate"
         )
     return {
@@ -293,19 +298,19 @@ def _qwen3_5(config: ModelConfig, layers: _Layers) -> dict[str, Any]:
 def _step3p5(config: ModelConfig, layers: _Layers) -> dict[str, Any]:
     if not config.qk_norm or config.qkv_bias:
         raise HeadgateError(
-            f"qk_norm={str(config.qk_norm).lower()} with qkv_bias={str(config.qkv_bias).lower()} is no "
-            "Step3.5, which has the norm and no bias; write --to headgate"
+            f"qk_norm={str(config.qk_norm).lower()} with qkv_bias={str(config.qkv_bias).lower()} is not "
+            "Step3.5, which has the norm but no bias; write --to headgate"
         )
     if config.rope_scaling is not None and layers.window is not None:
         raise HeadgateError(
-            "Step3.5 stretches the RoPE of its full layers alone, and this model that of its "
-            "windows too; write --to headgate"
+            "Step3.5 stretches RoPE only in its full layers, but this model also does in its "
+            "windows; write --to headgate"
         )
     for n, layer in enumerate(layers.each):
         if layer.has_bias or layer.gates != config.n_heads:
             what = "a bias" if layer.has_bias else "one value per channel"
             raise HeadgateError(
-                f"the gate of layer {n} has {what}, and Step3.5's has one value per head and no bias "
+                f"the gate of layer {n} has {what}, but Step3.5's has one value per head and no bias "
                 "(gate_bias=false); write --to headgate"
             )
     return {
@@ -313,16 +318,31 @@ def _step3p5(config: ModelConfig, layers: _Layers) -> dict[str, Any]:
         "model_type": "step3p5",
         "att_impl_type": "GQA",
         "num_attention_groups": config.n_kv_heads,
+        "tie_word_embeddings": False,  # vLLM's has an output layer of its own, whatever is said here
         "use_head_wise_attn_gate": True,
-        "sliding_window": layers.window or 512,  # transformers wants a number where no layer slides, too
+        "sliding_window": layers.window or 512,  # transformers wants a number even where no layer slides
+        "max_position_embeddings": 32_768,  # vLLM wants a number, too; the source's replaces it
         "layer_types": layers.types,
-        "moe_layers_enum": "-1",  # none: an empty list cannot be written
-        "mlp_layer_types": ["dense"] * config.n_layers,
+        "mlp_layer_types": ["dense"] * (config.n_layers - 1) + ["sparse"],
+        "moe_layers_enum": str(config.n_layers - 1),
+        "moe_num_experts": 1,
+        "moe_top_k": 1,
+        "moe_intermediate_size": EXPERT,
+        "share_expert_dim": config.d_mlp,
+        "use_moe": True,
+        "moe_router_activation": "softmax",  # nothing else on a CPU, and one expert gets 1 by any
+        "moe_router_scaling_factor": 1.0,
+        "use_moe_router_bias": True,
+        "need_fp32_gate": True,
+        "norm_expert_weight": True,
         "rope_parameters": None,
         "rope_scaling": config.rope_scaling and _scaling_settings(config.rope_scaling),
     }
 
 
+EXPERT = 32
+"""The width of the one routed expert of a step3p5, which adds nothing: vLLM serves none without experts. The
+last layer's MLP stands beside it as the expert that all tokens share."""
 WRITERS: dict[Family, Callable[[ModelConfig, _Layers], dict[str, Any]]] = {
     "qwen": _qwen, "llama": _llama, "mistral": _mistral, "qwen3_5": _qwen3_5, "step3p5": _step3p5,
 }  # fmt: skip
@@ -363,11 +383,11 @@ def _attention(config: ModelConfig, layer: int, family: Family) -> _LayerAttenti
         expected = "attention times a learned gate" if family in GATED else "'full' and a plain window"
         raise HeadgateError(
             f"the attention of layer {layer} is {spec.name!r}, which no {family} computes with these "
-            f"options; only {expected}, under whatever name, can be written as it, so write --to headgate"
+            f"options; only {expected}, under whatever name, can be written that way, so write --to headgate"
         )
     if span.window == 0:
         raise HeadgateError(
-            f"layer {layer} has window=0, so that a token sees itself alone; transformers decodes a window "
+            f"layer {layer} has window=0, so a token sees only itself; transformers decodes a window "
             "of one key wrongly, so write --to headgate"
         )
     if gate is None:
@@ -377,7 +397,7 @@ def _attention(config: ModelConfig, layer: int, family: Family) -> _LayerAttenti
 
 
 def tensor_names(config: ModelConfig) -> dict[str, str]:
-    """Our name -> that of the families that are read, of every tensor but the mechanisms' own."""
+    """Our name -> that in the families that can be read, for every tensor but the mechanisms' own."""
     names = {"embedding.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
     if not config.tied_embeddings:
         names["head.weight"] = "lm_head.weight"
@@ -395,6 +415,11 @@ def tensor_names(config: ModelConfig) -> dict[str, str]:
             f"{ours}.mlp.{p}_proj.weight": f"{theirs}.mlp.{p}_proj.weight" for p in ("gate", "up", "down")
         }
     return names
+
+
+def our_name(theirs: str) -> str:
+    """Of a tensor of a mechanism that `headgate.model.hf.use` put into one of their models."""
+    return theirs.removeprefix("model.").replace(".self_attn.", ".attention.", 1)
 
 
 def tensors_as(family: Family, config: ModelConfig, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -417,11 +442,26 @@ def tensors_as(family: Family, config: ModelConfig, ours: Mapping[str, Tensor]) 
             zeros = torch.zeros(config.n_heads * config.head_dim, dtype=norm.dtype)
             query = ours.get(f"layers.{n}.attention.q_proj.{kind}", zeros)
             values = ours.get(f"{gate}.{kind}", zeros)
-            if len(values) == config.n_heads:  # a head's gate is that of each of its channels
+            if len(values) == config.n_heads:  # a head's gate applies to each of its channels
                 values = values.repeat_interleave(config.head_dim, 0)
             both = torch.cat([query.reshape(size), values.reshape(size)], 1)
             theirs[f"{attention}.q_proj.{kind}"] = both.reshape(-1, *query.shape[1:])
         for letter in "kvo" if biased else "":
             weight = theirs[f"{attention}.{letter}_proj.weight"]
             theirs.setdefault(f"{attention}.{letter}_proj.bias", weight.new_zeros(len(weight)))
+    if family == "step3p5":
+        theirs.setdefault("lm_head.weight", ours["embedding.weight"])
+        last, width = f"model.layers.{config.n_layers - 1}", config.d_model
+        theirs |= {
+            f"{last}.share_expert.{part}_proj.weight": theirs.pop(f"{last}.mlp.{part}_proj.weight")
+            for part in ("gate", "up", "down")
+        }
+        shapes = {
+            "gate_proj.weight": (1, EXPERT, width),
+            "up_proj.weight": (1, EXPERT, width),
+            "down_proj.weight": (1, width, EXPERT),
+            "gate.weight": (1, width),
+            "router_bias": (1,),
+        }
+        theirs |= {f"{last}.moe.{name}": norm.new_zeros(shape) for name, shape in shapes.items()}
     return theirs

@@ -1,7 +1,7 @@
 """Generation: prompts go through the cache in chunks, then one token after another is chosen for all rows.
 
-Every row's tokens are those it would get alone. Rows of one length are run together through their prompts;
-after that all rows go together, each at its own position (see `cache`), and a row that has ended leaves the
+Every row gets the tokens it would get alone. Rows of one length are run together through their prompts; after
+that all rows run together, each at its own position (see `cache`), and a row that has ended leaves the
 computation.
 """
 
@@ -28,9 +28,10 @@ Prompts = Tensor | Sequence[Sequence[int] | Tensor]
 Stop = int | Sequence[int | Sequence[int]]
 Stream = Callable[[int, int], object]
 LIKELIEST = 1024
-"""Tokens that top_p looks at first: they nearly always suffice, and sorting a whole vocabulary is slow."""
+"""How many tokens top_p looks at first: they nearly always suffice, and sorting a whole vocabulary is
+slow."""
 AHEAD = 64
-"""Tokens whose random numbers are sent to the device at once."""
+"""How many tokens' random numbers are sent to the device at once."""
 
 
 @dataclass
@@ -38,25 +39,26 @@ class Completion:
     """What was generated for one prompt."""
 
     tokens: list[int] = field(default_factory=list)
-    """The new tokens, without the prompt; if a stop ended them, it stands at their end."""
+    """The new tokens, without the prompt; if a stop ended them, it is included at the end."""
     ended: Literal["stop", "length"] = "length"
     """Whether a stop ended it, or max_new_tokens."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen from the logits; the steps are taken in the order of the fields."""
+    """How the next token is chosen from the logits; the steps are applied in the order of the fields."""
 
     repetition_penalty: float = 1.0
-    """Positive logits of tokens that occurred, in the prompt too, are divided by it, negative multiplied."""
+    """Positive logits of tokens that occurred, in the prompt too, are divided by it, negative ones
+    multiplied."""
     temperature: float = 1.0
     """Logits are divided by it; 0 takes the most likely token."""
     top_k: int | None = None
-    """Only so many of the most likely tokens are left."""
+    """Keep only this many of the most likely tokens."""
     top_p: float | None = None
-    """Of those, the fewest of the most likely that have this probability together."""
+    """Of those, keep the fewest most likely ones that together have this probability."""
     min_p: float | None = None
-    """Of those, the ones at least this times as likely as the most likely."""
+    """Of those, keep the ones at least this times as likely as the most likely."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -74,8 +76,8 @@ class Sampling:
 
 
 class Sampler:
-    """Draws each row's tokens with random numbers of the row's own, made from (seed, row), so that they do
-    not depend on the rows beside it. The device is asked for nothing but the tokens."""
+    """Draws each row's tokens with the row's own random numbers, made from (seed, row), so that they do not
+    depend on the rows beside it. Only the tokens are read back from the device."""
 
     def __init__(self, sampling: Sampling, prompts: Sequence[Tensor], vocab_size: int) -> None:
         self.sampling = sampling
@@ -96,7 +98,7 @@ class Sampler:
                 self._occurred[row, prompt.to(self._device)] = True
 
     def select(self, places: Sequence[int]) -> None:
-        """From now on the logits are of these rows of those before, in this order."""
+        """From now on the logits are those of these rows, in this order."""
         index = send(torch.tensor(places), self._device)
         self._generators = [self._generators[place] for place in places]
         self._numbers, self._occurred = (
@@ -104,7 +106,7 @@ class Sampler:
         )
 
     def __call__(self, logits: Tensor) -> tuple[Tensor, list[int]]:
-        """The next token of each row, whose logits (n,V) these are, on their device and as numbers."""
+        """The next token of each row from its logits (n,V), on their device and as numbers."""
         given_on = logits.device
         logits = logits.to(self._device).float()
         if self._occurred is not None:
@@ -119,7 +121,7 @@ class Sampler:
         *tokens, good_too = torch.cat([chosen.squeeze(-1), good]).tolist()  # the only wait for the device
         if not good_too:
             raise HeadgateError(
-                "the model's logits are not finite, so no token can be chosen; look at its weights"
+                "the model's logits are not finite, so no token can be chosen; check its weights"
             )
         return chosen.squeeze(-1).to(given_on), tokens
 
@@ -142,8 +144,8 @@ class Sampler:
         return place if tokens is None else tokens.gather(-1, place)
 
     def _likeliest(self, p: Tensor, together: float) -> tuple[Tensor, Tensor]:
-        """Enough of the likeliest tokens to have this probability together, and which they are. To sort them
-        all is slow on a CPU; to look whether some suffice is slow on a GPU."""
+        """Enough of the likeliest tokens to have this probability together, and which they are. Sorting them
+        all is slow on a CPU; checking whether some suffice is slow on a GPU."""
         if p.device.type == "cpu":
             some, tokens = p.topk(min(LIKELIEST, p.shape[-1]))
             if not (some.sum(-1) < together).any():
@@ -173,7 +175,7 @@ def generate(
     prefill_chunk: int = 512,
     graphs: bool = False,
 ) -> list[Completion]:
-    """Continue every prompt; `Decoder.generate` tells what the arguments mean."""
+    """Continue every prompt; `Decoder.generate` explains the arguments."""
     for name, value in (("max_new_tokens", max_new_tokens), ("prefill_chunk", prefill_chunk)):
         if value < 1:
             raise HeadgateError(f"{name}={value} is too small; it must be at least 1")
@@ -216,8 +218,8 @@ def generate(
 def prefill(
     decoder: "Decoder", prompts: Sequence[Tensor], max_new_tokens: int, chunk: int
 ) -> tuple[list[int], Cache, Tensor]:
-    """Run the prompts, those of a length together: the rows in the order in which they now stand, their
-    cache, and the states (B,C) at their last tokens."""
+    """Run the prompts, those of equal length together; returns the rows in their new order, their cache, and
+    the states (B,C) at their last tokens."""
     rows, caches, states = [], [], []
     by_length = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))  # stable
     for length, group in groupby(by_length, key=lambda row: len(prompts[row])):
@@ -233,7 +235,7 @@ def prefill(
 
 
 def check_prompts(prompts: Prompts, vocab_size: int) -> list[Tensor]:
-    """Each prompt as a tensor of tokens, or one clear sentence."""
+    """Each prompt as a tensor of tokens; raises if one is invalid."""
     if isinstance(prompts, Tensor):
         if prompts.ndim != 2:
             raise HeadgateError(
@@ -249,14 +251,14 @@ def check_prompts(prompts: Prompts, vocab_size: int) -> list[Tensor]:
         except (TypeError, ValueError, RuntimeError):
             tokens = torch.empty(0, 0)
         if tokens.ndim != 1 or (len(tokens) and (tokens.is_floating_point() or tokens.dtype == torch.bool)):
-            raise HeadgateError(f"prompt {row} is no list of tokens; expected a list of token lists")
+            raise HeadgateError(f"prompt {row} is not a list of tokens; expected a list of token lists")
         if len(tokens) == 0:
             raise HeadgateError(f"prompt {row} is empty; give it at least one token")
         low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or high >= vocab_size:
             raise HeadgateError(
                 f"prompt {row} has the token {low if low < 0 else high}; "
-                f"expected tokens of the vocabulary, 0 to {vocab_size - 1}"
+                f"expected tokens in the vocabulary, 0 to {vocab_size - 1}"
             )
         checked.append(tokens.long())
     return checked

@@ -1,10 +1,10 @@
 """The parts of a decoding step whose shapes never change, each recorded once as a CUDA graph and replayed.
 
-A kernel for one token takes microseconds, and so does starting it from Python; a graph starts all of its
-kernels at once. Attention grows with every token and runs as it is. All between two attentions (output
-projection, MLP, norms, the next layer's projections) has the shapes of the batch, and is a graph.
+A kernel for one token takes microseconds, and so does launching it from Python; a graph launches all its
+kernels at once. Attention grows with every token and runs as it is. Everything between two attentions (output
+projection, MLP, norms, the next layer's projections) has the shapes of the batch, and becomes a graph.
 
-Recorded tensors keep their place: a replay reads its inputs and writes its outputs where they were.
+Recorded tensors stay in place: a replay reads its inputs and writes its outputs where they were.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 DEVICES = ("cuda",)
 PATIENCE = 8
-"""Tokens that a batch is decoded plainly before its step is recorded: rows that end make it another batch."""
+"""Tokens that a batch is decoded plainly before its step is recorded: rows that end make a new batch."""
 
 Run = Callable[..., tuple[Tensor, ...]]
 
 
 def record(run: Run, inputs: Sequence[Tensor]) -> tuple[Callable[[], object], tuple[Tensor, ...]]:
-    """What replays run(*inputs), and its outputs, which each replay writes anew."""
+    """A function that replays run(*inputs), and its outputs, which each replay overwrites."""
     here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
     aside.wait_stream(here)
     with torch.cuda.stream(aside):
@@ -42,7 +42,7 @@ def record(run: Run, inputs: Sequence[Tensor]) -> tuple[Callable[[], object], tu
 
 
 class Recorded:
-    """A function of tensors, after its first call replayed."""
+    """A function of tensors that is replayed after its first call."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -50,7 +50,7 @@ class Recorded:
         self.outputs: tuple[Tensor, ...] = ()
 
     def __call__(self, *given: Tensor, kept: int = 0) -> tuple[Tensor, ...]:
-        """The first `kept` tensors given are outputs of another recording, and stay where they are."""
+        """The first `kept` of the given tensors are outputs of another recording, and stay where they are."""
         if not self._inputs:
             self._inputs = [*given[:kept], *(t.clone() for t in given[kept:])]
             self._replay, self.outputs = record(self._run, self._inputs)
@@ -61,7 +61,7 @@ class Recorded:
 
 
 class GraphedStep:
-    """The logits (B,V) after one more token of every row, as `Decoder.next_logits` gives them."""
+    """The logits (B,V) after one more token of every row, as `Decoder.next_logits` returns them."""
 
     def __init__(self, decoder: "Decoder") -> None:
         device = decoder.embedding.weight.device
@@ -97,7 +97,7 @@ class GraphedStep:
         return x
 
     def _runs(self) -> list[Run]:
-        """Of the tokens, up to the first attention; then from each to the next; at last to the logits."""
+        """From the tokens to the first attention; then from each to the next; finally to the logits."""
         decoder = self.decoder
         layers: list[Any] = list(decoder.layers)
 
@@ -116,7 +116,7 @@ class GraphedStep:
 
 
 def _own(carried: dict[str, Tensor], recorded: Sequence[Tensor]) -> None:
-    """Copy what a mechanism hands on to the next token, where it lies in what the next replay overwrites."""
+    """Copy what a mechanism carries to the next token if it is in memory that the next replay overwrites."""
     places = {t.untyped_storage().data_ptr() for t in recorded}
     for name, t in carried.items():
         if t.untyped_storage().data_ptr() in places:

@@ -1,4 +1,4 @@
-"""Our decoder as models of transformers: importing this file registers them with the Auto classes.
+"""Our decoder as transformers models: importing this file registers them with the Auto classes.
 
     import headgate.model.hf
     model = AutoModelForCausalLM.from_pretrained("folder")      one that `headgate convert` wrote
@@ -34,7 +34,13 @@ except ImportError as error:
 
 from headgate.errors import HeadgateError
 from headgate.model.pretrained import GenerationCache, HeadgateConfig, HeadgatePreTrainedModel
-from headgate.model.use import SavedWithMechanism, take_out, use
+from headgate.model.use import (
+    SavedClassifierWithMechanism,
+    SavedStatesWithMechanism,
+    SavedWithMechanism,
+    take_out,
+    use,
+)
 from headgate.model.weights import MODEL_TYPE
 
 __all__ = [
@@ -42,6 +48,8 @@ __all__ = [
     "HeadgateForCausalLM",
     "HeadgateForSequenceClassification",
     "HeadgateModel",
+    "SavedClassifierWithMechanism",
+    "SavedStatesWithMechanism",
     "SavedWithMechanism",
     "take_out",
     "use",
@@ -110,13 +118,13 @@ class HeadgateForSequenceClassification(HeadgatePreTrainedModel):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
     ) -> SequenceClassifierOutput | tuple[Any, ...]:
-        """Logits (B,labels), and with labels their loss, as `config.problem_type` has it.
+        """Logits (B,labels), and with labels their loss, as `config.problem_type` says.
 
         A row ends with the last token of its mask; without a mask, with the last that is not padding.
         """
         if attention_mask is None and input_ids is not None and self.config.pad_token_id is not None:
             attention_mask = (input_ids != self.config.pad_token_id).long()
-            attention_mask[:, 0] |= attention_mask.sum(1) == 0  # nothing but padding is one token of it
+            attention_mask[:, 0] |= attention_mask.sum(1) == 0  # a row of padding alone counts as one token
         found = self.states(
             input_ids,
             attention_mask,
@@ -135,7 +143,7 @@ class HeadgateForSequenceClassification(HeadgatePreTrainedModel):
 
 
 class HeadgateForCausalLM(HeadgatePreTrainedModel, GenerationMixin):  # type: ignore[misc]
-    accepts_loss_kwargs = True  # Trainer then tells how many targets a step has over all its batches
+    accepts_loss_kwargs = True  # Trainer then says how many targets a step has over all its batches
 
     def __init__(self, config: HeadgateConfig) -> None:
         super().__init__(config)
@@ -159,8 +167,8 @@ class HeadgateForCausalLM(HeadgatePreTrainedModel, GenerationMixin):  # type: ig
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Logits (B,T,V), and with labels the mean loss of each token's prediction of the next label.
 
-        A label counts unless it is -100 or it, or the token before it, is padding. `return_logits=False`
-        leaves the logits out, and with them most of the loss's memory.
+        A label counts unless it is -100 or unless it, or the token before it, is padding.
+        `return_logits=False` leaves the logits out, and with them most of the loss's memory.
         """
         hidden, spans, documents, cache = self.states(
             input_ids,
@@ -185,7 +193,7 @@ class HeadgateForCausalLM(HeadgatePreTrainedModel, GenerationMixin):  # type: ig
             count = (targets != IGNORED).sum()
             loss = self._loss_sum(hidden, logits, targets) / count
             if num_items_in_batch is not None:
-                # Trainer counts the labels behind a row's first column, which with padding are more than the
+                # Trainer counts the labels after a row's first column, which with padding are more than the
                 # targets: a row's first token has none before it.
                 loss = loss.where(count > 0, 0) * (labels[:, 1:] != IGNORED).sum() / num_items_in_batch
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
@@ -202,7 +210,7 @@ class HeadgateForCausalLM(HeadgatePreTrainedModel, GenerationMixin):  # type: ig
     ) -> None:
         if generation_mode == GenerationMode.ASSISTED_GENERATION:
             raise HeadgateError(
-                "assisted generation takes tokens back, which a headgate model's cache cannot; leave the "
+                "assisted generation takes tokens back, which a headgate model's cache cannot do; leave the "
                 "assistant out"
             )
         if generation_config.cache_implementation not in (None, "dynamic"):

@@ -1,8 +1,8 @@
-"""What our models of transformers share: their config, their cache, and how padded rows reach the decoder.
+"""What our transformers models share: their config, their cache, and how padded rows reach the decoder.
 
-Padding never reaches a mechanism: their rules are about absolute positions, which padding would shift. Rows
-that are padded on the left are moved to begin at position 0, computed, and moved back; what stands to the
-right of a row's tokens cannot be seen by them anyway.
+Padding never reaches a mechanism: mechanisms' rules are about absolute positions, which padding would shift.
+Rows padded on the left are moved to start at position 0, computed, and moved back; a row's tokens cannot see
+what is to the right of them anyway.
 """
 
 import os
@@ -26,7 +26,7 @@ from headgate.model.weights import MODEL_TYPE
 
 
 class HeadgateConfig(PreTrainedConfig):  # type: ignore[misc]
-    """The fields of `ModelConfig`, of the same names and meanings, where transformers looks for them.
+    """The fields of `ModelConfig`, with the same names and meanings, where transformers looks for them.
 
     A folder that it is saved to can be loaded with trust_remote_code=True.
     """
@@ -63,7 +63,7 @@ class HeadgateConfig(PreTrainedConfig):  # type: ignore[misc]
     max_position_embeddings: int | None = None
     """For other tools: the decoder itself has no longest context."""
     return_logits: bool = True
-    """Whether forward returns logits beside a loss; without them the loss never holds (B,T,V) numbers."""
+    """Whether forward returns logits along with a loss; without them the loss never holds (B,T,V) numbers."""
     use_cache: bool = True
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
@@ -94,7 +94,7 @@ class HeadgateConfig(PreTrainedConfig):  # type: ignore[misc]
 
 
 class GenerationCache:
-    """Our cache as `generate` of transformers handles one."""
+    """Our cache in the form that transformers' `generate` handles."""
 
     is_compileable = False
     is_croppable = False  # dropped keys cannot come back
@@ -102,7 +102,7 @@ class GenerationCache:
     def __init__(self, decoder: Decoder) -> None:
         self.inner = decoder.new_cache()
         self.columns = 0
-        """Columns of input seen so far, padding included."""
+        """Columns of input seen so far, including padding."""
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.columns
@@ -112,7 +112,7 @@ class GenerationCache:
 
 
 class States(NamedTuple):
-    """What the decoder makes of a batch."""
+    """What the decoder computes for a batch."""
 
     hidden: Tensor
     """(B,T,C), after the last norm."""
@@ -137,7 +137,7 @@ class HeadgatePreTrainedModel(PreTrainedModel):  # type: ignore[misc]
 
     @classmethod
     def of(cls, decoder: Decoder, **settings: Any) -> "HeadgatePreTrainedModel":
-        """This very decoder, for what takes a model of transformers."""
+        """This very decoder, for code that takes a transformers model."""
         with torch.device("meta"):
             model = cls(HeadgateConfig.of(decoder.config, **settings))
         model.decoder = decoder
@@ -154,7 +154,7 @@ class HeadgatePreTrainedModel(PreTrainedModel):  # type: ignore[misc]
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
     ) -> States:
-        """What all our models begin with; the arguments are those of their `forward`."""
+        """The first part of all our models; the arguments are those of their `forward`."""
         if input_ids is None or inputs_embeds is not None:
             raise HeadgateError("inputs_embeds cannot be used with a headgate model; give input_ids")
         if output_attentions or output_hidden_states:
@@ -166,7 +166,7 @@ class HeadgatePreTrainedModel(PreTrainedModel):  # type: ignore[misc]
         if not isinstance(past_key_values, GenerationCache | None):
             raise HeadgateError(
                 f"past_key_values is a {type(past_key_values).__name__}; a headgate model keeps its own, "
-                "so give use_cache=True and then what it returns"
+                "so give use_cache=True and then pass on what it returns"
             )
         seen = 0 if past_key_values is None else past_key_values.columns
         spans = row_spans(attention_mask, input_ids.shape, seen)
@@ -189,12 +189,12 @@ class HeadgatePreTrainedModel(PreTrainedModel):  # type: ignore[misc]
         longest = max(end - begin for begin, end in spans)
         columns = torch.arange(tokens.shape[1], device=tokens.device)
         there = (columns[:longest] + first).clamp(max=tokens.shape[1] - 1)
-        back = (columns - first).clamp(0, longest - 1)  # on padding, whatever stands at the end
+        back = (columns - first).clamp(0, longest - 1)  # on padding, whatever is at the end
         hidden = self.decoder.hidden(tokens.gather(1, there))
         return hidden.gather(1, back[..., None].expand(-1, -1, hidden.shape[2]))
 
     def _begun(self, tokens: Tensor, spans: Sequence[tuple[int, int]], cache: GenerationCache) -> Tensor:
-        """The prompts: rows of one length at a time, each length with a cache of its own, then joined."""
+        """The prompts: rows of one length at a time, each length with its own cache, then joined."""
         width = tokens.shape[1]
         if any(end < width for _, end in spans):
             raise HeadgateError(
@@ -232,9 +232,9 @@ class HeadgatePreTrainedModel(PreTrainedModel):  # type: ignore[misc]
         spans: Sequence[tuple[int, int]],
         cache: GenerationCache | None,
     ) -> Tensor | None:
-        """The documents (B,T) of packed rows, whose positions begin at 0 again with each, as the packing
-        collators of transformers make them; None for plain rows. Otherwise positions follow from the mask and
-        the cache, and any others would be another computation."""
+        """The documents (B,T) of packed rows, whose positions start at 0 again with each, as transformers'
+        packing collators make them; None for plain rows. Otherwise positions follow from the mask and the
+        cache, and any others would be a different computation."""
         if position_ids is None:
             return None
         packed = position_ids.expand(len(spans), -1)
@@ -250,7 +250,7 @@ class HeadgatePreTrainedModel(PreTrainedModel):  # type: ignore[misc]
             if given[row][begin:end] != list(range(length, length + end - begin)):
                 raise HeadgateError(
                     f"position_ids of row {row} do not count its tokens from {length} on; a headgate model "
-                    "counts them itself, and takes others of packed rows alone: each document from 0 on, "
+                    "counts them itself, and accepts others only for packed rows: each document from 0 on, "
                     "without padding or a cache"
                 )
         return None
@@ -260,7 +260,7 @@ class HeadgatePreTrainedModel(PreTrainedModel):  # type: ignore[misc]
         """Nothing to do: transformers would copy this file into every folder that is saved."""
 
     def initialize_weights(self) -> None:
-        """Give what a checkpoint did not have the values that a new decoder has."""
+        """Give what a checkpoint lacked the values that a new decoder has."""
         parameters = self.decoder.named_parameters()
         loaded = {name for name, p in parameters if getattr(p, "_is_hf_initialized", False)}
         initialise(self.decoder, 0, skip=loaded)

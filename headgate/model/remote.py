@@ -1,5 +1,5 @@
 """What lets `trust_remote_code=True` load our folders wherever headgate is installed: a file in the folder
-that names our classes, and the auto_map of its config.json that names the file."""
+that names our classes, and the auto_map in its config.json that names the file."""
 
 from pathlib import Path
 
@@ -12,8 +12,12 @@ CLASSES = {
     "AutoModelForCausalLM": "HeadgateForCausalLM",
     "AutoModelForSequenceClassification": "HeadgateForSequenceClassification",
 }
-"""Of `headgate.model.hf`, for folders of our own."""
-USED = {"AutoModelForCausalLM": "SavedWithMechanism"}
+"""The classes of `headgate.model.hf`, for our own folders."""
+USED = {
+    "AutoModel": "SavedStatesWithMechanism",
+    "AutoModelForCausalLM": "SavedWithMechanism",
+    "AutoModelForSequenceClassification": "SavedClassifierWithMechanism",
+}
 """For the folder of another family that was saved with a mechanism in it."""
 
 

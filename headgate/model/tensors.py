@@ -1,11 +1,11 @@
 """Safetensors files in a fixed order that carry a digest of themselves.
 
-Equal tensors and equal metadata are equal bytes, which the library does not promise: it writes metadata in an
-order that changes from process to process. The digest, XXH3 of the whole file with zeros in its own place, is
-an entry of the metadata; it is there to notice damage, not malice.
+Equal tensors and equal metadata give equal bytes, which the library does not promise: it writes metadata in
+an order that changes from process to process. The digest, XXH3 of the whole file with zeros in its own place,
+is an entry in the metadata; it is there to notice damage, not malice.
 
-A file is read in one pass, piece by piece, each hashed while the processor still has it in its cache; a pass
-of its own would cost several times as much (benchmarks/loading.py).
+A file is read in one pass, piece by piece, each hashed while it is still in the processor's cache; a separate
+pass would cost several times as much (benchmarks/loading.py).
 """
 
 import json
@@ -29,11 +29,11 @@ DTYPES = {
     torch.float64: "F64", torch.int64: "I64", torch.float32: "F32", torch.int32: "I32", torch.int16: "I16",
     torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8", torch.int8: "I8", torch.bool: "BOOL",
 }  # fmt: skip
-"""The widest first: so every tensor stands at a multiple of its width."""
+"""Widest first, so that every tensor starts at a multiple of its width."""
 MOST_HEADER = 100_000_000
 """Bytes; the library's own limit."""
 PIECE = 1 << 18
-"""Bytes read and hashed at a time: few enough for the cache, and enough that calls cost nothing."""
+"""Bytes read and hashed at a time: few enough for the cache, yet enough that calls cost nothing."""
 
 
 class Damaged(HeadgateError):
@@ -42,18 +42,18 @@ class Damaged(HeadgateError):
 
 @dataclass(frozen=True)
 class Entry:
-    """What the header says of a tensor."""
+    """What the header says about a tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
 
 class TensorFile:
-    """A safetensors file, whose header has been read; the tensors stand in the order of the file."""
+    """A safetensors file whose header has been read; the tensors are in the order of the file."""
 
     def __init__(self, path: Path, expected: str | None = None, *, prefix: str = "") -> None:
-        """Raises `Damaged` unless the file is whole and, where `expected` is given, has that digest; a
-        `prefix` of names is left out."""
+        """Raises `Damaged` unless the file is complete and, if `expected` is given, has that digest; a
+        `prefix` is removed from names."""
         self.path = path
         try:
             with files.open_to_read(path) as file:
@@ -67,7 +67,7 @@ class TensorFile:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             if isinstance(error, HeadgateError):
                 raise
-            raise Damaged(f"{str(path)!r} is not a whole safetensors file ({error})") from error
+            raise Damaged(f"{str(path)!r} is not a complete safetensors file ({error})") from error
         except OSError as error:
             raise Damaged(f"{str(path)!r} cannot be read: {error.strerror}") from error
         self.digest = self.metadata.get(KEY)
@@ -77,11 +77,11 @@ class TensorFile:
             )
 
     def read(self, into: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor in turn. It is read into the tensor of that name in `into` if that has its type and
-        lies in main memory, and is a new one otherwise.
+        """Each tensor in turn. It is read into the tensor of that name in `into` if that has the same type
+        and is in main memory; otherwise it is a new one.
 
-        Raises `Damaged` after the last one if they are not what was written; a file of another program has no
-        digest, and of it only the structure is known to be whole.
+        Raises `Damaged` after the last one if they are not what was written; another program's file has no
+        digest, and only its structure is known to be intact.
         """
         wrong = ""
         with files.open_to_read(self.path) as file:
@@ -104,7 +104,7 @@ class TensorFile:
         self._refuse_damaged(digest, wrong)
 
     def verify(self) -> None:
-        """Raise `Damaged` unless the file has its digest, if it names one; no tensor is held."""
+        """Raise `Damaged` unless the file matches its digest, if it has one; no tensor is held."""
         if self.digest is None:
             return
         digest, piece, wrong = self._digest_of_header(), bytearray(PIECE), ""
@@ -124,14 +124,14 @@ class TensorFile:
 
     def _refuse_damaged(self, digest: xxhash.xxh3_128, wrong: str) -> None:
         if not wrong and self.digest is not None and self.digest != digest.hexdigest():
-            wrong = f"its digest begins {digest.hexdigest()[:12]}, and not {self.digest[:12]} as when it was"
+            wrong = f"its digest begins {digest.hexdigest()[:12]}, not {self.digest[:12]} as when it was"
             wrong += " written"
         if wrong:
             raise Damaged(f"{str(self.path)!r} is damaged: {wrong}")
 
 
 def _parse(header: bytes, size: int) -> tuple[dict[str, str], dict[str, Entry]]:
-    """Metadata and entries of a header that is followed by `size` bytes, all of which belong to a tensor."""
+    """Metadata and entries of a header followed by `size` bytes, all of which belong to a tensor."""
     values = json.loads(header, object_pairs_hook=_unique)
     metadata = values.pop("__metadata__", {})
     if not all(isinstance(value, str) for value in metadata.values()):
@@ -150,18 +150,18 @@ def _parse(header: bytes, size: int) -> tuple[dict[str, str], dict[str, Entry]]:
             raise ValueError(f"{name} is not where its shape says")
         entries[name], at = entry, end
     if at != size:
-        raise ValueError(f"{size} bytes follow its header and {at} are named there")
+        raise ValueError(f"{size} bytes follow its header but it names {at}")
     return dict(metadata), entries
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(dict(pairs)) < len(pairs):
-        raise ValueError("a name stands twice in its header")
+        raise ValueError("a name appears twice in its header")
     return dict(pairs)
 
 
 def _place(entry: Entry, target: Tensor | None) -> Tensor:
-    """Where a tensor is read to."""
+    """The tensor to read into."""
     if (
         type(target) in (Tensor, nn.Parameter)
         and target is not None
@@ -175,7 +175,7 @@ def _place(entry: Entry, target: Tensor | None) -> Tensor:
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> str:
-    """Write a new file, flushed to the disk; returns its digest."""
+    """Write a new file, flushed to disk; returns its digest."""
     ranks = {dtype: rank for rank, dtype in enumerate(DTYPES)}
     ordered = sorted(tensors.items(), key=lambda item: (ranks[item[1].dtype], item[0]))
     metadata = {"format": "pt", **(metadata or {}), KEY: ZEROS}
@@ -208,10 +208,10 @@ def write_tensors(
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """The metadata of a safetensors file; nothing but its header is read."""
+    """The metadata of a safetensors file; only its header is read."""
     return TensorFile(path).metadata
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a file, whose digest is verified if it has one."""
+    """All tensors in a file, whose digest is verified if it has one."""
     return dict(TensorFile(path).read())

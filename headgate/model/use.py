@@ -1,14 +1,14 @@
-"""A mechanism in a model of transformers, in one line; and our kernels as one of its attentions.
+"""A mechanism in a transformers model, in one line; and our kernels as one of its attention implementations.
 
     model = AutoModelForCausalLM.from_pretrained("Qwen3-0.6B")
     headgate.model.hf.use(model, "dynamic-sparse", window=512)
     model = AutoModelForCausalLM.from_pretrained("Qwen3-0.6B", attn_implementation="headgate")
 
-transformers calls an attention function with queries and keys that are rotated already, and keys and values
-from its own cache. A mechanism that keeps nothing but those attends to them as they are. For one that has a
-`prepare` of its own a hook before the module takes the rotation away, so that it gets the newest queries and
-keys as they were projected, and it keeps what it makes of them in a cache beside the model's. Its x is the
-attention module's input, which the hook lays by.
+transformers calls an attention function with queries and keys that are already rotated, and keys and values
+from its own cache. A mechanism that keeps nothing else attends to them as they are. For one with its own
+`prepare`, a hook before the module suppresses the rotation, so that the mechanism gets the newest queries and
+keys as projected, and it keeps what it makes of them in a cache beside the model's. Its x is the attention
+module's input, which the hook sets aside.
 
 Padding never reaches a mechanism: rows are computed from their first token on, those of one length together.
 """
@@ -23,21 +23,26 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from headgate import ops
-from headgate.config import ModelConfig, from_dict, to_dict
+from headgate.config import ModelConfig, to_dict
 from headgate.errors import HeadgateError
 from headgate.mechanisms.contract import MECHANISMS, Heads, Mechanism, Past, initialise, make_options
 from headgate.model import remote
 from headgate.model.cache import LayerCache
 from headgate.model.decoder import with_mechanism
-from headgate.model.weights import Weights
+from headgate.model.weights import MODEL_TYPE, Weights, remembered
 
-NAME = "headgate"
-"""Of our attention among those of transformers, and of what the config remembers."""
+NAME = MODEL_TYPE
+"""The name of our attention in transformers, and of what the config remembers."""
 FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "gemma", "gemma3_text")
 REORDERING = ("reorder_cache", "crop", "batch_select_indices", "batch_repeat_interleave")
 
@@ -52,9 +57,9 @@ def use(
 ) -> PreTrainedModel:
     """Put a mechanism into the layers of a loaded model, which is changed and returned.
 
-    Its weights start so that the model computes what it did, as far as the mechanism can: as
-    `headgate convert --mechanism` has them. `layers` names some of the layers; the others stay. Without a
-    mechanism, it is the one that the model was saved with, with its weights.
+    Its weights start so that the model computes what it did, as far as the mechanism can, just as with
+    `headgate convert --mechanism`. `layers` selects some of the layers; the others stay. Without a mechanism,
+    it is the one that the model was saved with, with its weights.
     """
     take_out(model)
     config, attention = model.config.get_text_config(), _attention_modules(model)
@@ -69,7 +74,7 @@ def use(
         d_mlp=config.intermediate_size,
     )
     if again:
-        ours, chosen = _remembered(config, ours)
+        ours, chosen = remembered(ours, {NAME: getattr(config, NAME, None)}, "this model")
     ours = with_mechanism(ours, mechanism, **options)
     places = list(range(len(attention))) if chosen is None else sorted(set(chosen))
     if not places or not 0 <= places[0] <= places[-1] < len(attention):
@@ -99,7 +104,7 @@ def use(
 
 
 def take_out(model: PreTrainedModel) -> PreTrainedModel:
-    """Take out again what `use` put into a model."""
+    """Remove what `use` put into a model."""
     config = model.config.get_text_config()
     for module in [m for m in model.modules() if hasattr(m, "headgate_handle")]:
         module.headgate_handle.remove()
@@ -111,16 +116,26 @@ def take_out(model: PreTrainedModel) -> PreTrainedModel:
 
 
 class SavedWithMechanism:
-    """What the auto_map of a model's folder names that was saved with a mechanism in it."""
+    """What the auto_map of a folder names if its model was saved with a mechanism in it."""
+
+    auto: Any = AutoModelForCausalLM
 
     @classmethod
     def from_pretrained(cls, folder: Any, *args: Any, config: Any, **options: Any) -> PreTrainedModel:
-        kind = AutoModelForCausalLM._model_mapping[type(config)]
+        kind = cls.auto._model_mapping[type(config)]
         return use(kind.from_pretrained(folder, *args, config=config, **options))
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = None) -> None:
         """Nothing to do: the model is of transformers' own class."""
+
+
+class SavedStatesWithMechanism(SavedWithMechanism):
+    auto = AutoModel
+
+
+class SavedClassifierWithMechanism(SavedWithMechanism):
+    auto = AutoModelForSequenceClassification
 
 
 def _save(model: PreTrainedModel, folder: str | os.PathLike[str], **options: Any) -> None:
@@ -129,11 +144,11 @@ def _save(model: PreTrainedModel, folder: str | os.PathLike[str], **options: Any
 
 
 def _attention_modules(model: PreTrainedModel) -> list[Any]:
-    """Of every layer, if they compute what a mechanism can take the place of."""
+    """The attention modules of all layers, if they compute something that a mechanism can replace."""
     config = model.config.get_text_config()
     if config.model_type not in FAMILIES:
         raise HeadgateError(
-            f"model_type={config.model_type!r} is not one whose attention a mechanism can take the place of; "
+            f"model_type={config.model_type!r} is not one whose attention a mechanism can replace; "
             f"those are {', '.join(FAMILIES)}"
         )
     for name in ("attn_logit_softcapping", "attention_dropout"):
@@ -158,7 +173,7 @@ def _make(config: ModelConfig, layer: int, module: Any, seed: int) -> Mechanism:
     kind = MECHANISMS.get(spec.name)
     if kind.uses_first_values:
         raise HeadgateError(
-            f"{spec.name} needs the first layer's values, which transformers does not hand on; use "
+            f"{spec.name} needs the first layer's values, which transformers does not pass on; use "
             "headgate convert --mechanism instead"
         )
     heads = Heads(config.d_model, config.n_heads, config.n_kv_heads, config.head_dim)
@@ -170,15 +185,8 @@ def _make(config: ModelConfig, layer: int, module: Any, seed: int) -> Mechanism:
     return mechanism.to(weight.device, weight.dtype).train(module.training)
 
 
-def _remembered(config: Any, ours: ModelConfig) -> tuple[ModelConfig, list[int]]:
-    kept = getattr(config, NAME, None)
-    if not isinstance(kept, dict) or not {"mechanism", "layers"} <= kept.keys():
-        raise HeadgateError("this model was not saved with a mechanism; name one, such as 'dynamic-sparse'")
-    return from_dict(ModelConfig, to_dict(ours) | {"mechanism": kept["mechanism"]}), kept["layers"]
-
-
 def _load(model: PreTrainedModel, attention: Sequence[Any], made: dict[int, Mechanism]) -> None:
-    """What the folder that the model comes from, or the hub's cache, holds of the mechanisms."""
+    """The mechanisms' weights from the folder that the model came from, or from the Hub's cache."""
     folder = Path(model.config._name_or_path)
     if not folder.is_dir():
         folder = Path(snapshot_download(model.config._name_or_path, local_files_only=True))
@@ -187,6 +195,9 @@ def _load(model: PreTrainedModel, attention: Sequence[Any], made: dict[int, Mech
     for n, mechanism in made.items():
         for own, parameter in mechanism.named_parameters():
             name = f"{names[attention[n]]}.mechanism.{own}"
+            if name not in weights:  # saved with a head and read without, or the other way about
+                base = f"{model.base_model_prefix}."
+                name = name.removeprefix(base) if name.startswith(base) else base + name
             if name not in weights or weights.shape(name) != tuple(parameter.shape):
                 raise HeadgateError(f"{model.config._name_or_path!r} has no {name} of the right shape")
             with torch.no_grad():
@@ -194,8 +205,8 @@ def _load(model: PreTrainedModel, attention: Sequence[Any], made: dict[int, Mech
 
 
 def _lay_by(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Before attention: what its function will not be told. A mechanism that rotates by itself gets queries
-    and keys that are not: turning them back again would cost digits, which a recurrence makes more of."""
+    """Before attention: set aside what its function will not get. A mechanism that rotates by itself gets
+    queries and keys not yet rotated: undoing a rotation would cost digits, which a recurrence amplifies."""
     x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
     cos, sin = kwargs["position_embeddings"]
     module.headgate_call = x, (cos, sin), kwargs.get("past_key_values")
@@ -217,8 +228,8 @@ def attend_for_transformers(
     position_ids: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """As transformers calls it: q (B,H,Tq,D), k and v (B,G,Tk,D) with those of its cache, mask (B,Tk) where
-    there is padding. Returns (B,Tq,H,D)."""
+    """In transformers' terms: q (B,H,Tq,D), k and v (B,G,Tk,D) including its cache, mask (B,Tk) where there
+    is padding. Returns (B,Tq,H,D)."""
     for name, value in (
         ("dropout", dropout),
         ("softcap", others.get("softcap")),
@@ -279,20 +290,20 @@ class _Mechanism:
             return self.mechanism.attend(x, q, k, v, Past())
         wide = torch.promote_types(q.dtype, torch.float32)
         cos, sin = (t.expand(len(self.x), -1, -1)[rows, None, first:].to(wide) for t in (self.cos, self.sin))
-        if q.shape[2] == k.shape[2]:  # a row's first token has position 0, whatever stands before it
+        if q.shape[2] == k.shape[2]:  # a row's first token has position 0, whatever comes before it
             a, b = cos[:, :, :1], sin[:, :, :1]
-            length = torch.hypot(a, b)  # not 1 where the model scales its logits by it
+            length = torch.hypot(a, b)  # not 1 where the model scales its logits this way
             cos, sin = (cos * a + sin * b) / length, (sin * a - cos * b) / length
         past = Past(rotation=(cos, sin), cache=self._kept(q, k, rows))
         return self.mechanism(x, q, k[:, :, -q.shape[2] :], v[:, :, -q.shape[2] :], past)
 
     def _kept(self, q: Tensor, k: Tensor, rows: Any) -> LayerCache | None:
-        """What the mechanism keeps beside the model's cache, if there is one and nothing is learned."""
+        """What the mechanism keeps beside the model's cache, if there is one and nothing is being learned."""
         if self.cache is None or (torch.is_grad_enabled() and q.shape[2] == k.shape[2]):
             return None
         if rows != slice(None):
             raise HeadgateError(
-                "this mechanism keeps more than keys and values, and rows of different lengths cannot be "
+                "this mechanism keeps more than keys and values, so rows of different lengths cannot be "
                 "generated together with it; give them one by one, or use headgate convert"
             )
         if not hasattr(self.cache, "headgate_layers"):
@@ -302,8 +313,8 @@ class _Mechanism:
         kept: LayerCache = self.cache.headgate_layers.setdefault(self.layer, LayerCache())
         if kept.end + q.shape[2] != k.shape[2]:
             raise HeadgateError(
-                f"the cache holds {k.shape[2] - q.shape[2]} tokens, of which the mechanism saw {kept.end}"
-                "; begin with a new cache under torch.no_grad()"
+                f"the cache holds {k.shape[2] - q.shape[2]} tokens, of which the mechanism has seen "
+                f"{kept.end}; start with a new cache under torch.no_grad()"
             )
         return kept
 
@@ -316,7 +327,7 @@ def _refuse_reordering(*args: Any, **kwargs: Any) -> None:
 
 
 def _first_columns(mask: Tensor | None, k: Tensor) -> list[int]:
-    """In which column each row's tokens begin; what stands to their right they cannot see."""
+    """The column in which each row's tokens begin; they cannot see what is to their right."""
     if mask is None:
         return [0] * k.shape[0]
     if mask.ndim != 2 or mask.shape != (k.shape[0], k.shape[2]):

@@ -1,4 +1,4 @@
-"""The tensors of a folder as Hugging Face lays it out, whole or in shards, and our config beside them."""
+"""The tensors of a folder in Hugging Face's layout, whole or in shards, and our config beside them."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from headgate.config import ModelConfig, from_dict
+from headgate.config import ModelConfig, from_dict, to_dict
 from headgate.errors import HeadgateError
 from headgate.files import read_json
 from headgate.model.tensors import TensorFile
@@ -16,7 +16,7 @@ INDEX = "model.safetensors.index.json"
 MODEL_TYPE = "headgate"
 """What transformers calls our models; `headgate.model.hf` registers them."""
 PREFIX = "decoder."
-"""What the names of our tensors begin with when transformers has saved them."""
+"""The prefix of our tensors' names when transformers has saved them."""
 
 
 class Weights:
@@ -49,7 +49,7 @@ class Weights:
         pickled = sorted(path.name for end in ("bin", "pt", "pth") for path in folder.glob(f"*.{end}"))
         if pickled:
             raise HeadgateError(
-                f"{str(folder)!r} has its weights as pickle alone ({pickled[0]}), which can run code when "
+                f"{str(folder)!r} has its weights only as pickle ({pickled[0]}), which can run code when "
                 "it is opened; save it as safetensors first"
             )
         raise HeadgateError(f"{str(folder)!r} has no weights; expected model.safetensors or {INDEX}")
@@ -69,9 +69,23 @@ class Weights:
 
 
 def settings_config(settings: Mapping[str, Any], where: str) -> ModelConfig:
-    """The decoder's config among the settings of a config.json; `where` is that file, for errors."""
+    """The decoder's config from the settings in a config.json; `where` is that file, for errors."""
     known = set(ModelConfig.__dataclass_fields__)
     return from_dict(ModelConfig, {k: v for k, v in settings.items() if k in known}, where=where)
+
+
+def remembered(config: ModelConfig, settings: Mapping[str, Any], where: str) -> tuple[ModelConfig, list[int]]:
+    """The config with the mechanism that `headgate.model.hf.use` put into a model of another family before it
+    was saved, and the layers that have it."""
+    kept = settings.get(MODEL_TYPE)
+    if not isinstance(kept, Mapping) or not {"mechanism", "layers"} <= kept.keys():
+        raise HeadgateError(f"{where} was not saved with a mechanism; name one, such as 'dynamic-sparse'")
+    layers = kept["layers"]
+    if not isinstance(layers, list) or not all(n in range(config.n_layers) for n in layers):
+        raise HeadgateError(
+            f"{where} has a mechanism in layers={layers}; expected numbers from 0 to {config.n_layers - 1}"
+        )
+    return from_dict(ModelConfig, to_dict(config) | {"mechanism": kept["mechanism"]}, where=where), layers
 
 
 def _open(path: Path) -> Any:

@@ -1,4 +1,5 @@
-"""Attention as pure tensor functions: q (B,H,Tq,D), k and v (B,G,Tk,D) whose last Tq are the queries' own."""
+"""Attention as pure tensor functions: q (B,H,Tq,D); k and v (B,G,Tk,D), whose last Tq are the queries'
+own."""
 
 from headgate.ops.active import active_attention, among_active, windows_attention
 from headgate.ops.blocks import block_means, block_selected_attention, choose_blocks, selection_recall

@@ -1,5 +1,5 @@
-"""Attention of a decoding step for some of its heads, which leaves out what the gates have closed; and
-attention with a window for each key head, which is one call of a kernel when few tokens are decoded.
+"""Attention of a decoding step for some of its heads, skipping what the gates have closed; and attention with
+a separate window for each key head, in one kernel call when few tokens are decoded.
 
 Shapes: q (B,H,1,D), the newest token of each row; k, v (B,G,Tk,D); active (B,H), the heads to compute. The
 others get an output of 0 and a log-sum-exp of -inf, as attention over no keys would.
@@ -22,7 +22,7 @@ from headgate.ops.span.options import Span
 ACTIVE = Op("active_attention")
 BY_HEAD = Op("windows_attention")
 FEW = 4
-"""Up to so many queries the C++ kernel takes a window for each key head."""
+"""Up to this many queries the C++ kernel takes a window for each key head."""
 
 
 def windows_attention(
@@ -36,8 +36,8 @@ def windows_attention(
     documents: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """`attention` with a window for each key head in place of the span's: the output (B,H,Tq,D). Of a single
-    query, without a gradient, it may be that of the `active` heads (B,H) alone."""
+    """`attention` with a window for each key head instead of the span's: the output (B,H,Tq,D). For a single
+    query without a gradient, it may be computed for the `active` heads (B,H) alone."""
     check(q, k, v)
     span = within(documents, q, k, span)
     for window in windows:
@@ -56,9 +56,9 @@ def _refuse_native(
     q: Tensor, k: Tensor, v: Tensor, windows: Sequence[int], span: Span, active: Tensor | None
 ) -> str | None:
     if span.first_keys is not None:
-        return "it takes one document alone"
+        return "it takes only one document"
     if q.shape[2] > FEW or (torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))):
-        return f"it takes a window for each head for up to {FEW} queries, without a gradient"
+        return f"it takes a window for each head only for up to {FEW} queries without a gradient"
     return "it cannot be traced" if torch.compiler.is_compiling() else native.refuse(q)
 
 
@@ -125,7 +125,7 @@ def check_active(q: Tensor, k: Tensor, v: Tensor, active: Tensor) -> None:
 
 
 class KeyHeads:
-    """The key heads that an active head reads, of all rows, as one batch with one key head each."""
+    """The key heads that active heads read, over all rows, as one batch with one key head each."""
 
     def __init__(self, active: Tensor, key_heads: int) -> None:
         self._active = active.reshape(active.shape[0] * key_heads, -1)
@@ -143,7 +143,7 @@ class KeyHeads:
         return t.flatten(0, 1)[self._needed, None]
 
     def spread(self, t: Tensor, shape: torch.Size, otherwise: float) -> Tensor:
-        """(n,H/G,...) -> (B,H,...), with `otherwise` for the heads that are not active."""
+        """(n,H/G,...) -> (B,H,...), with `otherwise` for the inactive heads."""
         everywhere = t.new_full((*self._active.shape, *shape[2:]), otherwise)
         active = self._active[self._needed].view(*t.shape[:2], *(1,) * (t.ndim - 2))
         everywhere[self._needed] = t.masked_fill(~active, otherwise)
@@ -153,8 +153,8 @@ class KeyHeads:
 def among_active(
     attend: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, active: Tensor
 ) -> Tensor:
-    """attend(q, k, v) -> (B,H,1,D) of any attention, for the key heads that an active head reads alone (on a
-    GPU, for all); 0 for the heads that are not active."""
+    """attend(q, k, v) -> (B,H,1,D) for any attention, computed only for the key heads that an active head
+    reads (on a GPU, for all); 0 for the inactive heads."""
     if q.device.type != "cpu":
         return attend(q, k, v).masked_fill(~active[..., None, None], 0.0)
     heads = KeyHeads(active, k.shape[1])
@@ -178,7 +178,7 @@ def _native(
 def _whole(
     q: Tensor, k: Tensor, v: Tensor, active: Tensor, span: Span, ring_log_weight: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Every head: to ask a GPU which ones are active takes longer than their attention to one query."""
+    """Every head: asking a GPU which ones are active takes longer than their attention to one query."""
     out, lse = span_attention(q, k, v, span, ring_log_weight=ring_log_weight)
     return out.masked_fill(~active[..., None, None], 0.0), lse.masked_fill(~active[..., None], -math.inf)
 

@@ -2,7 +2,7 @@
 
 The (query, block) choices are sorted by block and cut into tiles of queries that share a block, so that all
 work is matrix products over tiles, and its amount follows the choices: T * (block + k_i). In plain PyTorch
-the own block is ordinary causal attention with blocks as a batch, and both parts are merged by their
+the own block is ordinary causal attention with blocks as a batch, and the two parts are merged by their
 log-sum-exps.
 
 Shapes: q (B,H,Tq,D); k, v (B,G,Tk,D); chosen blocks (B,H,Tq,S), -1 where a query has fewer than S.
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headgate.errors import HeadgateError
-from headgate.ops import flex, reference
+from headgate.ops import flex, grouped, reference
 from headgate.ops.blocks_native import blocks_attention, choose
 from headgate.ops.dispatch import Op, check, forced_backend
 from headgate.ops.documents import by_document
@@ -33,7 +33,7 @@ from headgate.ops.top_k import highest
 BLOCKS = Op("block_selected_attention")
 TILE_QUERIES = 64
 TILES_AT_ONCE = 512
-"""Tiles of one batched product: 512 tiles of 64 x 64 scores are 8 MB, which caches hold."""
+"""Tiles in one batched product: 512 tiles of 64 x 64 scores are 8 MB, which fits in caches."""
 
 
 def block_selected_attention(
@@ -49,10 +49,10 @@ def block_selected_attention(
 ) -> Tensor:
     """Softmax over the query's own aligned block up to itself and the best complete blocks before it.
 
-    Of those, the blocks `chosen` (B,H,Tq,S), as `choose_blocks` gives them; when absent the ceil(k_i / block)
-    with the highest q . mean(block keys), k_i = ceil(scale * sqrt(i + 1)). The choice carries no gradient,
-    the chosen keys their exact one. The keys begin at 0, and with `documents` at each document's start, from
-    which the chosen blocks are then counted too.
+    Those are the blocks `chosen` (B,H,Tq,S), as `choose_blocks` returns them; by default the ceil(k_i /
+    block) with the highest q . mean(block keys), k_i = ceil(scale * sqrt(i + 1)). The choice has no gradient;
+    the chosen keys have their exact one. The keys begin at 0, and with `documents` at each document's start,
+    from which the chosen blocks are then counted too.
     """
     check(q, k, v)
     if block < 1:
@@ -96,12 +96,12 @@ def choose_blocks(
     by: Literal["product", "weight"] = "product",
     means: Sequence[Tensor] | None = None,
 ) -> Tensor:
-    """The blocks each query attends to beside its own, best first: (B,H,Tq,S), -1 for none.
+    """The blocks each query attends to besides its own, best first: (B,H,Tq,S), -1 for none.
 
-    By the rule of `scale`, or `top_k` of them wherever there are as many. Blocks are ranked by q . mean(keys)
-    for each head; or, by weight, all heads of a group choose alike: by their attention over the blocks' mean
-    keys, summed, the sequence's first block being chosen always. Ties go to the later block.
-    `means`: of the keys' blocks, and whatever follows, if they are known already.
+    Chosen by the rule of `scale`, or `top_k` of them if there are that many. Blocks are ranked by
+    q . mean(keys) for each head; or, by weight, all heads of a group make one choice: by their attention over
+    the blocks' mean keys, summed, with the sequence's first block always chosen. Ties go to the later block.
+    `means`: those of the keys' blocks, and whatever follows, if already known.
     """
     with torch.autocast(q.device.type, enabled=False):
         wide = accumulator(q)
@@ -121,7 +121,7 @@ def _choose(
     if forced_backend() in ("auto", "native") and native.refuse(q) is None:
         chosen = choose(q, means, counts, slots=slots, block=block, offset=offset, by_weight=by_weight)
         return reference.per_head(q, chosen)
-    means = means.flip(2)  # later first: argmax takes the first
+    means = means.flip(2)  # later first, since argmax takes the first
     heads = k.shape[1] if by_weight else q.shape[1]
     chosen = torch.full((q.shape[0], heads, q.shape[2], slots), -1, dtype=torch.int64, device=q.device)
     for a, b in query_tiles(q.shape[2], q.shape[0] * q.shape[1] * n, q.device, most=1024):
@@ -157,7 +157,7 @@ def block_means(t: Tensor, block: int) -> Tensor:
 
 
 class _BlockMeans(torch.autograd.Function):
-    """With a gradient in the memory order of the input: others are added to it."""
+    """With a gradient in the input's memory layout, because others are added to it."""
 
     @staticmethod
     def forward(ctx: Any, t: Tensor, block: int) -> Tensor:
@@ -178,7 +178,7 @@ class _BlockMeans(torch.autograd.Function):
 
 
 def _slots(position: int, block: int, scale: float, top_k: int | None) -> int:
-    """How many past blocks a query there attends to, and none before it more: known without a look at
+    """How many past blocks a query there attends to, which no earlier query exceeds: known without reading
     tensors, which would break a graph being traced."""
     wanted = -(-math.ceil(scale * math.sqrt(position + 1)) // block) if top_k is None else top_k
     return min(wanted, position // block)
@@ -194,7 +194,8 @@ def _native(q: Tensor, k: Tensor, v: Tensor, *, block: int, scale: float, chosen
 @BLOCKS.path("flex", refuse=flex.refuse)
 def _flex(q: Tensor, k: Tensor, v: Tensor, *, block: int, scale: float, chosen: Tensor | None) -> Tensor:
     chosen = choose_blocks(q, k, block=block, scale=scale) if chosen is None else chosen
-    return flex.block_selected_attention(q, k, v, chosen, block)
+    attend = grouped if grouped.pays(q, k, chosen, block) else flex
+    return attend.block_selected_attention(q, k, v, chosen, block)
 
 
 @BLOCKS.path("torch")
@@ -208,7 +209,7 @@ def _torch(q: Tensor, k: Tensor, v: Tensor, *, block: int, scale: float, chosen:
 class OwnBlocks:
     """Blocks as a batch, so that attention inside them is causal attention: (B*blocks,heads,block,D).
 
-    Only the blocks that hold queries count. Padded keys lie behind every real query of their block, and the
+    Only blocks that hold queries count. Padded keys come after every real query of their block, and the
     padded queries' results are cut off.
     """
 
@@ -245,7 +246,7 @@ class ChoiceTiles:
     """Choices sorted by key block and cut into tiles of TILE_QUERIES choices that share one."""
 
     queries: Tensor
-    """(tiles,n): which row of the queries (B*Tq*H,D) stands in each place of a tile; 0 where it is empty."""
+    """(tiles,n): which row of the queries (B*Tq*H,D) is in each place of a tile; 0 if it is empty."""
     empty: Tensor
     """(tiles,n): the places without a choice."""
     blocks: Tensor
@@ -283,7 +284,7 @@ def plan_tiles(chosen: Tensor, kv_heads: int, blocks: int) -> ChoiceTiles:
 
 
 def _rows(t: Tensor) -> Tensor:
-    """Anything per query as rows, (B,H,Tq,...) -> (B*Tq*H,...): the order in which projections leave it."""
+    """Anything per query as rows, (B,H,Tq,...) -> (B*Tq*H,...): the order in which projections produce it."""
     return t.transpose(1, 2).flatten(0, 2)
 
 
@@ -320,7 +321,7 @@ def _forward(
     own_lse = _rows(own.unbatched(own_lse, q.shape[0], own.front))
     plan = plan_tiles(chosen, k.shape[1], k.shape[2] // block)
 
-    # A query's blocks lie in different tiles. A first pass finds the log-sum-exp over all of them and the own
+    # A query's blocks are in different tiles. A first pass finds the log-sum-exp over all of them and the own
     # block; with it the second has the final weights at once, and no scores need to be kept in between.
     per_tile = [
         (_taken(scaled, part.queries) @ _taken(k_rows, part.blocks).mT).logsumexp(-1)

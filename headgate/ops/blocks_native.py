@@ -1,6 +1,6 @@
-"""Calls the C++ kernels over blocks of keys, blocks.cpp and choose.cpp, as ops that PyTorch knows.
+"""Calls the C++ kernels over blocks of keys, blocks.cpp and choose.cpp, as ops known to PyTorch.
 
-Shapes: q (B,H,Tq,D); k, v (B,G,Tk,D), or one summary a block; chosen blocks (B,H,Tq,S).
+Shapes: q (B,H,Tq,D); k, v (B,G,Tk,D), or one summary per block; chosen blocks (B,H,Tq,S).
 """
 
 import ctypes
@@ -46,7 +46,7 @@ def _results(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 def _gradient_results(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    """In the memory order of the inputs: other branches' gradients lie so too, and are added to these."""
+    """In the inputs' memory layout: other branches' gradients have it too, and are added to these."""
     return tuple(torch.empty_like(t) if t.stride(-1) == 1 else t.new_empty(t.shape) for t in (q, k, v))
 
 
@@ -116,8 +116,8 @@ blocks_attention = register(
     "blocks_native", f"({_INPUTS}, int block, SymInt offset) -> (Tensor, Tensor)", _results, _forward
 )
 """blocks_attention(q, k, v, chosen, block, offset) -> the output and the log-sum-exp. The first query has
-position `offset`. With chosen=None the keys are summaries, one a block, and a query sees those of the blocks
-before its own."""
+position `offset`. With chosen=None the keys are summaries, one per block, and a query sees those of the
+blocks before its own."""
 _blocks_backward = register(
     "blocks_native_backward",
     f"(Tensor d_out, {_INPUTS}, Tensor out, Tensor lse, int block, SymInt offset)"

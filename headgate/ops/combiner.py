@@ -30,7 +30,7 @@ def combiner_attention(
     backend: str = "auto",
 ) -> Tensor:
     """One softmax over the own block's keys j <= i and the summaries of the blocks before; the keys begin at
-    0. `summarised`: what `block_summaries(k, v, block)` gives, if it is known already.
+    0. `summarised`: what `block_summaries(k, v, block)` returns, if already known.
 
     A block's summary key is the elementwise maximum m of its keys; its summary value averages the block's
     values with the weights softmax(m . k_j / sqrt(D)).
@@ -40,7 +40,7 @@ def combiner_attention(
         raise HeadgateError(f"block={block} is too small; it must be at least 1")
     if documents is not None:
         if summarised is not None:
-            raise HeadgateError("summarised blocks are of one document; leave them out with documents")
+            raise HeadgateError("summarised blocks belong to one document; leave them out with documents")
         return by_document(documents, partial(combiner_attention, block=block, backend=backend), q, k, v)
     result: Tensor = COMBINER(backend, q, k, v, block=block, summarised=summarised)
     return result
@@ -73,7 +73,7 @@ def _torch(
         own.unbatched(t, q.shape[0], own.front)
         for t in span_attention(own.queries(q), own.keys(k), own.keys(v))
     )
-    # The queries of the first block have no summary to look at.
+    # The queries of the first block have no summary to attend to.
     alone = max(0, block - (k.shape[2] - q.shape[2]))
     if alone >= q.shape[2]:
         return near

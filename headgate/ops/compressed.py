@@ -33,18 +33,18 @@ def compressed_attention(
     means: Sequence[Tensor] | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Softmax over the means of the aligned blocks that end before the query's own begins; 0 for the queries
-    of the first block, which has none before it. The keys begin at 0.
+    """Softmax over the means of the aligned blocks that end before the query's own begins; 0 for the first
+    block's queries, which have none before them. The keys begin at 0.
 
-    `means`: `block_means` of k and of v, if they are known already, as when decoding; no gradient reaches k
-    and v through them.
+    `means`: `block_means` of k and of v, if already known, as in decoding; no gradient reaches k and v
+    through them.
     """
     check(q, k, v)
     if block < 1:
         raise HeadgateError(f"block={block} is too small; it must be at least 1")
     if documents is not None:
         if means is not None:
-            raise HeadgateError("means of blocks are of one document; leave them out with documents")
+            raise HeadgateError("means of blocks belong to one document; leave them out with documents")
         return by_document(documents, partial(compressed_attention, block=block, backend=backend), q, k, v)
     result: Tensor = COMPRESSED(backend, q, k, v, block=block, means=means)
     return result

@@ -1,11 +1,11 @@
-"""The gated delta rule (Gated DeltaNet, arXiv 2412.06464): a memory of fixed size in place of keys.
+"""The gated delta rule (Gated DeltaNet, arXiv 2412.06464): a memory of fixed size instead of keys.
 
     S_t = alpha_t S_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T,    out_t = S_t q_t
 
 Token by token that is T small products. The fast paths take a chunk of tokens at once: what a chunk writes
-into the memory solves a triangular system (the UT transform), after which all is matrix products, and only
-the memory itself goes from chunk to chunk. Decays enter as exponentials of differences of their running log,
-which are never above 1.
+into the memory solves a triangular system (the UT transform), after which everything is matrix products, and
+only the memory itself passes from chunk to chunk. Decays enter as exponentials of differences of their
+running log, which are never above 1.
 
 Shapes: q, k, v (B,H,T,D); log_decay = log alpha and beta (B,H,T); the memory S^T (B,H,D,D), keys by values.
 """
@@ -37,9 +37,9 @@ def gated_delta(
     documents: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """What the memory answers to each query (B,H,T,D), and the memory after the last token, in fp32 at least.
+    """What the memory answers to each query (B,H,T,D), and the memory after the last token, in at least fp32.
 
-    `memory` is that before the first token; None is an empty one. Every head has a key of its own. With
+    `memory` is the one before the first token; None is an empty one. Every head has its own key. With
     `documents` (B,T) the memory is empty where a document begins.
     """
     check(q, k, v)
@@ -62,11 +62,11 @@ def gated_delta(
 def by_token(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, memory: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The recurrence as it is written."""
+    """The recurrence as written."""
     outs = []
     for t in range(q.shape[2]):
         memory = memory * log_decay[:, :, t, None, None].exp()
-        held = (k[:, :, t, None] @ memory)[:, :, 0]  # what the memory has under this key
+        held = (k[:, :, t, None] @ memory)[:, :, 0]  # what the memory holds under this key
         written = beta[:, :, t, None] * (v[:, :, t] - held)
         memory = memory + k[:, :, t, :, None] * written[:, :, None]
         outs.append(q[:, :, t, None] @ memory)
@@ -84,7 +84,7 @@ def _by_document(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     if memory is not None:
-        raise HeadgateError("a memory goes on with one document; leave it out with documents")
+        raise HeadgateError("a memory continues one document; leave it out with documents")
     memories: list[Tensor] = []
 
     def alone(*given: Tensor) -> Tensor:
@@ -120,15 +120,15 @@ def _torch(
         q, k, v = (torch.nn.functional.pad(t, (0, 0, 0, more)) for t in (q, k, v))
         log_decay, beta = (torch.nn.functional.pad(t, (0, more)) for t in (log_decay, beta))
     q, k, v, log_decay, beta = (t.unflatten(2, (-1, size)) for t in (q, k, v, log_decay, beta))
-    since = log_decay.cumsum(3)  # the log of the decay since the chunk's beginning (B,H,N,C)
+    since = log_decay.cumsum(3)  # the log of the decay since the chunk's start (B,H,N,C)
     later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
     decay = (since[..., :, None] - since[..., None, :]).masked_fill(later, -torch.inf).exp()  # (B,H,N,C,C)
     from_start, to_end = since.exp()[..., None], (since[..., -1:] - since).exp()[..., None]
 
-    # A token writes beta (v - what was held under its key), and that includes what the chunk's tokens before
-    # it wrote: (I + L) written = beta (v - what the chunk found), with L strictly lower triangular.
+    # A token writes beta (v - what was held under its key), which includes what the chunk's earlier tokens
+    # wrote: (I + L) written = beta (v - what the chunk found), with L strictly lower triangular.
     weighted = beta[..., None] * k
-    lower = weighted @ k.mT * decay  # the solver looks at what lies below the diagonal alone
+    lower = weighted @ k.mT * decay  # the solver reads only what is below the diagonal
     sides = torch.cat([beta[..., None] * v, weighted * from_start], -1)
     solved = torch.linalg.solve_triangular(lower, sides, upper=False, unitriangular=True)
     fresh, found = solved.chunk(2, -1)

@@ -1,4 +1,4 @@
-"""Calls the C++ kernel of the gated delta rule, delta.cpp, as ops that PyTorch knows.
+"""Calls the C++ kernel of the gated delta rule, delta.cpp, as ops known to PyTorch.
 
 Shapes: q, k, v (B,H,T,D); log_decay and beta (B,H,T); the memory (B,H,D,D), keys by values.
 """

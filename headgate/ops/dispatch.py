@@ -1,10 +1,10 @@
 """Which implementation an op takes: one ordered list of paths per op, and a reason for every refusal.
 
 The paths, where an op has them: `native` (C++ on the CPU), `sdpa` and `varlen` (PyTorch's fused attention on
-a GPU), `flex` (FlexAttention on a GPU), `triton` (our kernels on a GPU), `whole` (of a decoding step, all
-heads in place of some), `torch` (plain PyTorch, any device and dtype), `reference` (dense, the truth).
+a GPU), `flex` (FlexAttention on a GPU), `triton` (our kernels on a GPU), `whole` (all heads of a decoding
+step instead of some), `torch` (plain PyTorch, any device and dtype), `reference` (dense, the truth).
 `backend="auto"` takes the first that does not refuse; naming a path takes that one or raises its reason.
-Nothing falls back silently: `explain` tells the choice, `paths_taken` what has run.
+Nothing falls back silently: `explain` shows the choice, `paths_taken` what has run.
 """
 
 from collections import Counter
@@ -19,7 +19,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from headgate.errors import HeadgateError, suggestion
+from headgate.ops.gpu import is_planned
 
+FUSED = ("sdpa", "varlen", "flex", "triton")
+"""Paths of a GPU, each a kernel or two that write no scores out."""
 Refusal = Callable[..., str | None]
 _explaining: ContextVar[bool] = ContextVar("explaining", default=False)
 _forced = {"backend": "auto"}  # no ContextVar: torch.compile cannot trace one
@@ -34,7 +37,7 @@ class Explanation:
     path: str
     refusals: tuple[tuple[str, str], ...]
     kernel: str = ""
-    """Which of its kernels, where the path has several: `sdpa` takes PyTorch's flash, cudnn or efficient."""
+    """Which of its kernels, if the path has several: `sdpa` takes PyTorch's flash, cudnn or efficient."""
 
     @property
     def name(self) -> str:
@@ -60,11 +63,11 @@ class Path:
 
 
 def _note(op: str, path: str) -> None:
-    """Runs while code is compiled, and never in it."""
+    """Runs while code is being compiled, never inside it."""
     _taken[f"{op}:{path}"] += 1
 
 
-# What torch.compiler.assume_constant_result does, which would import the compiler.
+# Does what torch.compiler.assume_constant_result does, which would import the compiler.
 _note._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -96,13 +99,15 @@ class Op:
             if _explaining.get():
                 raise _Explained(explanation)
             _taken[f"{self.name}:{explanation.name}"] += 1
+        if is_planned() and path.name in FUSED:  # it has no kernel here; a traced op of ours looks like one
+            path = next(other for other in self.paths if other.name == "torch")
         return path.run(*args, **kwargs)
 
     def _choose(self, backend: str, args: Any, kwargs: Any) -> tuple[Path, Explanation]:
         known = [path.name for path in self.paths]
         if backend != "auto" and backend not in known:
             raise HeadgateError(
-                f"backend={backend!r} is no path of {self.name}; {suggestion(backend, known)}"
+                f"backend={backend!r} is not a path of {self.name}; {suggestion(backend, known)}"
             )
         refusals: list[tuple[str, str]] = []
         transformed = is_transformed()
@@ -123,8 +128,8 @@ class Op:
 
 
 def is_transformed() -> bool:
-    """Whether a transform of torch.func (grad, vmap, jvp ...) or a forward derivative is under way: what has
-    a backward pass of its own then takes its formula."""
+    """Whether a transform of torch.func (grad, vmap, jvp ...) or a forward derivative is under way: ops with
+    their own backward pass then take their formula."""
     if torch.compiler.is_compiling():
         return False
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
@@ -171,7 +176,7 @@ def forced(backend: str) -> Iterator[None]:
 
 
 def check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise one clear sentence if q, k, v do not fit together."""
+    """Raise if q, k, v do not fit together."""
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
         shapes = f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
         raise HeadgateError(f"q, k and v have shapes {shapes}; expected q (B,H,Tq,D), k and v (B,G,Tk,D)")

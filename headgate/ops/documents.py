@@ -1,7 +1,7 @@
 """Documents that share a sequence: where each begins, and ops that run on one at a time.
 
-`documents` (B,T) says for every token which document it is of: equal within a document, and a row never
-returns to an earlier one. Nothing attends across documents, and positions count from a document's start.
+`documents` (B,T) says which document each token belongs to: equal within a document, and a row never returns
+to an earlier one. Nothing attends across documents, and positions count from a document's start.
 """
 
 from collections.abc import Callable, Iterator, MutableMapping
@@ -16,13 +16,13 @@ from headgate.errors import HeadgateError
 from headgate.ops.gpu import send
 
 _on_host: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
-"""The values of ids and starts that were sent to a device: to ask the device for them would be to wait."""
+"""The values of ids and starts that were sent to a device: asking the device for them would mean waiting."""
 
 
 def document_starts(documents: Tensor, device: torch.device | None = None) -> Tensor | None:
-    """Of each token, where in its row its document begins, (B,T) int64; None if every row is one document.
+    """Where in its row each token's document begins, (B,T) int64; None if every row is one document.
 
-    They are found on the CPU, so that ids which lie there cost a GPU no wait; `device` is where they go.
+    They are found on the CPU, so that ids already there make no GPU wait; `device` is where they go.
     """
     if documents.ndim != 2 or documents.is_floating_point() or documents.is_complex():
         raise HeadgateError(
@@ -66,7 +66,7 @@ def _refuse_returns(documents: Tensor, changed: Tensor) -> None:
             if now in left:
                 raise HeadgateError(
                     f"documents return to {now} in row {row} after another document has begun; give each "
-                    "document of a row an id of its own"
+                    "document in a row its own id"
                 )
 
 
@@ -78,16 +78,16 @@ class Stretch(NamedTuple):
     keys: slice
 
     def of(self, t: Tensor) -> Tensor:
-        """Of a tensor (B,heads,Tq,...)."""
+        """The document's part of a tensor (B,heads,Tq,...)."""
         return t[self.row : self.row + 1, :, self.queries]
 
     def of_keys(self, t: Tensor) -> Tensor:
-        """Of a tensor (B,heads,Tk,...)."""
+        """The document's part of a tensor (B,heads,Tk,...)."""
         return t[self.row : self.row + 1, :, self.keys]
 
 
 def stretches(first_keys: Tensor, keys: int) -> Iterator[Stretch]:
-    """The documents of every row, by the first key of each query; without queries that see no key."""
+    """The documents of every row, by the first key of each query; skips queries that see no key."""
     queries = first_keys.shape[1]
     for row, firsts in enumerate(_known(first_keys)):
         edges = (torch.nonzero(firsts[1:] != firsts[:-1]).flatten() + 1).tolist()
@@ -100,12 +100,12 @@ def stretches(first_keys: Tensor, keys: int) -> Iterator[Stretch]:
 
 
 def lengths(documents: Tensor) -> list[list[int]]:
-    """Of each row, how long its documents are, given their ids or starts."""
+    """The lengths of each row's documents, given their ids or starts."""
     return [torch.unique_consecutive(row, return_counts=True)[1].tolist() for row in _known(documents)]
 
 
 def by_document(documents: Tensor, run: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """run(...) on what of the tensors (B,heads,T,...) belongs to each document, laid together again.
+    """run(...) on each document's part of the tensors (B,heads,T,...), with the results put together again.
 
     For ops with rules by position: packed documents and separate ones then agree by construction.
     """

@@ -1,11 +1,12 @@
 """Span and block-selected attention through PyTorch's FlexAttention, for GPUs.
 
-What a query sees is said twice: pair by pair, and block by block from the same bounds, so that FlexAttention
-skips the blocks nobody sees and asks for no pair in those that are seen whole. Masks of spans are kept.
+What a query sees is stated twice: pair by pair, and block by block from the same bounds, so that
+FlexAttention skips blocks that nothing sees and checks no pairs in blocks seen whole. Masks of spans are
+kept.
 
-Only a bias per key takes a score function. A ring is a second attention over the ring's keys, merged by the
+Only a bias per key needs a score function. A ring is a second attention over the ring's keys, merged by the
 log-sum-exps: FlexAttention adds the gradient of a captured log-weight pair by pair with atomics, which is
-slow and does not repeat. Its gradients were NaN where a score function met a length that is no multiple of
+slow and does not repeat. Its gradients were NaN where a score function met a length that is not a multiple of
 128 (pytorch issue 153799), so with a bias to be differentiated lengths are padded.
 
 Shapes: q (B,H,Tq,D); k, v (B,G,Tk,D). Here all positions count from the first key given, so `start` is 0.
@@ -25,12 +26,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.utils.weak import WeakIdKeyDictionary
 
-from headgate.ops.gpu import NO_TRITON
+from headgate.ops.gpu import NO_TRITON, device_kind, is_planned
 from headgate.ops.merge import merged
 from headgate.ops.span.options import Span
 
 BLOCK = 128
-"""Queries and keys of a block of the mask: FlexAttention's default, which its tiles divide."""
+"""Queries and keys in a block of the mask: FlexAttention's default, which its tiles divide."""
 LEAST_WIDTH = 16
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DEVICES = ("cuda",)
@@ -41,9 +42,9 @@ Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 def refuse(q: Tensor, *tensors: Any, **options: Any) -> str | None:
     """Why FlexAttention cannot take these heads."""
-    if q.device.type not in DEVICES:
+    if device_kind(q.device) not in DEVICES:
         return f"it runs on a GPU, not on {q.device.type}"
-    if not _TRITON:
+    if not _TRITON and not is_planned():
         return NO_TRITON
     if q.dtype not in DTYPES:
         return f"it takes float32, bfloat16 and float16, not {q.dtype}".replace("torch.", "")
@@ -57,13 +58,13 @@ def refuse(q: Tensor, *tensors: Any, **options: Any) -> str | None:
 def _is_forced_eager() -> bool:
     if torch.compiler.is_compiling():
         return False
-    compiler = sys.modules.get("torch._dynamo.eval_frame")  # before it is imported nobody has set it
+    compiler = sys.modules.get("torch._dynamo.eval_frame")  # nobody can have set it before it is imported
     return compiler is not None and compiler._stance.stance == "force_eager"
 
 
 @dataclass(frozen=True)
 class SeenPairs:
-    """The pairs at a distance from `nearest` to `farthest`, and those before `dense_prefix` or of
+    """The pairs at a distance from `nearest` to `farthest`, and those in `dense_prefix` or
     `pinned`."""
 
     queries: int
@@ -74,7 +75,7 @@ class SeenPairs:
     pinned: int = 0
 
     def pairs(self, device: torch.device, first_keys: Tensor | None = None) -> Mask:
-        """Bounds stand in tensors: as numbers they would compile anew with every length. The dense prefix and
+        """Bounds are in tensors: as numbers they would compile anew with every length. The dense prefix and
         the pinned keys count from `first_keys` (B,Tq), where the queries' documents begin."""
         offset, nearest, farthest, prefix, first = (
             torch.full((), value, dtype=torch.int32, device=device)
@@ -117,7 +118,7 @@ class SeenPairs:
         return some & (high_j >= earliest), every & (low_j >= latest)
 
     def blocks(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Of every block of pairs, (query blocks, key blocks): whether any is seen, and whether all are.
+        """For every block of pairs (query blocks, key blocks): whether any is seen, and whether all are.
 
         A block that reaches beyond the last query or key is not seen whole.
         """
@@ -130,7 +131,7 @@ class SeenPairs:
         near = reach & (low_i - high_j <= self.farthest)
         in_prefix = (low_i < prefix) & (high_i.clamp(max=prefix - 1) - low_j >= self.nearest)
         some = near | in_prefix | (reach & (low_j < first))
-        # The pair that is hidden if any is: the last query, and the first key that is no global token.
+        # The pair that is hidden if any is: the last query, and the first key that is not pinned.
         too_far = (high_i >= prefix) & (high_j >= first) & (high_i - low_j.clamp(min=first) > self.farthest)
         return some, whole & (low_i - high_j >= self.nearest) & ~too_far
 
@@ -140,7 +141,7 @@ class SeenPairs:
         else:
             some, every = self.blocks_of_documents(first_keys)
         pairs = self.pairs(device, first_keys)
-        return _block_mask((some & ~every)[:, None], every[:, None], pairs, self.queries, self.keys)
+        return block_mask((some & ~every)[:, None], every[:, None], pairs, self.queries, self.keys)
 
 
 def span_attention(
@@ -149,11 +150,12 @@ def span_attention(
     v: Tensor,
     span: Span,
     *,
+    output_only: bool = False,
     ring_log_weight: Tensor | None = None,
     key_bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     if key_bias is not None and torch.is_grad_enabled() and k.shape[2] % BLOCK:
-        # What is appended lies behind every query that counts.
+        # What is appended comes after every query that counts.
         more, queries = -k.shape[2] % BLOCK, q.shape[2]
         q, k, v = (F.pad(t, (0, 0, 0, more)) for t in (q, k, v))
         if span.first_keys is not None:
@@ -161,30 +163,39 @@ def span_attention(
         if ring_log_weight is not None:
             ring_log_weight = F.pad(ring_log_weight, (0, more))
         out, lse = span_attention(
-            q, k, v, span, ring_log_weight=ring_log_weight, key_bias=F.pad(key_bias, (0, more))
+            q,
+            k,
+            v,
+            span,
+            output_only=output_only,
+            ring_log_weight=ring_log_weight,
+            key_bias=F.pad(key_bias, (0, more)),
         )
-        return out[:, :, :queries], lse[:, :, :queries]
+        return out[:, :, :queries], None if lse is None else lse[:, :, :queries]
     queries, keys = q.shape[2], k.shape[2]
     bias = None if key_bias is None else KeyBias(key_bias, keys - queries)
     prefix, pinned = max(0, span.dense_prefix - span.start), max(0, span.pinned - span.start)
     farthest = keys if span.window is None else min(span.window, keys)
     seen = SeenPairs(queries, keys, 0, farthest, prefix, pinned)
-    near, near_lse = _attend(q, k, v, _mask_of(q, seen, span.first_keys), bias)
+    mask = _mask_of(q, seen, span.first_keys)
+    if output_only and ring_log_weight is None:
+        return _attend(q, k, v, mask, bias), None
+    near, near_lse = attend_with_lse(q, k, v, mask, bias)
     if ring_log_weight is None:
         return near, near_lse
     seen = SeenPairs(queries, keys, farthest + 1, min(span.ring, keys))
-    far, far_lse = _attend(q, k, v, _mask_of(q, seen, span.first_keys), bias)
+    far, far_lse = attend_with_lse(q, k, v, _mask_of(q, seen, span.first_keys), bias)
     far_lse = far_lse + ring_log_weight.to(far_lse.dtype)
     return merged(near, near_lse, far, far_lse), torch.logaddexp(near_lse, far_lse)
 
 
 def block_selected_attention(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, block: int) -> Tensor:
     """Attention of each query to its own block of keys up to itself and to the chosen ones (B,H,Tq,S)."""
-    return _attend(q, k, v, selected_mask(q, k, chosen, block))[0]
+    return _attend(q, k, v, selected_mask(q, k, chosen, block))
 
 
 def selected_mask(q: Tensor, k: Tensor, chosen: Tensor, block: int) -> BlockMask:
-    """Built from the choices alone: each marks the blocks of the mask that its keys lie in."""
+    """Built from the choices alone: each marks the blocks of the mask that its keys are in."""
     (batch, heads, queries, _), keys = chosen.shape, k.shape[2]
     chosen = chosen.to(torch.int32)
     slots = chosen.unbind(-1)
@@ -200,7 +211,7 @@ def selected_mask(q: Tensor, k: Tensor, chosen: Tensor, block: int) -> BlockMask
     rows, columns = -(-queries // BLOCK), -(-keys // BLOCK)
     i = torch.arange(keys - queries, keys, device=q.device, dtype=torch.int32)[:, None]
     marked = torch.cat([chosen, (i // block).expand(batch, heads, -1, 1)], -1)  # (B,H,Tq,S+1)
-    # One column more takes what marks nothing.
+    # One extra column takes what marks nothing.
     some = torch.zeros(batch, heads, rows, columns + 1, dtype=torch.bool, device=q.device)
     for piece in range(-(-block // BLOCK) + 1):
         column = marked * block // BLOCK + piece
@@ -208,12 +219,12 @@ def selected_mask(q: Tensor, k: Tensor, chosen: Tensor, block: int) -> BlockMask
         column = torch.where(reached, column, columns)
         column = F.pad(column, (0, 0, 0, rows * BLOCK - queries), value=columns)
         some = some.scatter(3, column.unflatten(2, (rows, BLOCK)).flatten(3).long(), True)
-    return _block_mask(some[..., :columns], None, seen, queries, keys)
+    return block_mask(some[..., :columns], None, seen, queries, keys)
 
 
 class KeyBias:
-    """A bias per key (B,H,Tk), of which only the difference to that of the query's own key enters a score: a
-    running sum may then be large."""
+    """A bias per key (B,H,Tk), of which only the difference to the query's own key enters a score, so that a
+    running sum may be large."""
 
     def __init__(self, bias: Tensor, offset: int) -> None:
         self.bias = bias.to(torch.promote_types(bias.dtype, torch.float32))
@@ -228,28 +239,39 @@ class KeyBias:
         return biased
 
 
-def _attend(
+def attend_with_lse(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, bias: KeyBias | None = None
 ) -> tuple[Tensor, Tensor]:
-    # Inside somebody's torch.compile the call is traced with the rest; outside, FlexAttention by itself would
+    out, extra = _attend(q, k, v, mask, bias, AuxRequest(lse=True))
+    return out, extra.lse if bias is None else extra.lse + bias.own
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: BlockMask,
+    bias: KeyBias | None = None,
+    extra: AuxRequest | None = None,
+) -> Any:
+    # Inside a caller's torch.compile the call is traced with the rest; outside, FlexAttention by itself would
     # compute all pairs.
     attend = flex_attention if torch.compiler.is_compiling() else _compiled()
-    out, extra = attend(
+    return attend(
         q,
         k,
         v,
         score_mod=None if bias is None else bias.scores(),
         block_mask=mask,
         enable_gqa=q.shape[1] != k.shape[1],
-        return_aux=AuxRequest(lse=True),
+        return_aux=extra,
         kernel_options=_kernel_options(q, k),
     )
-    return out, extra.lse if bias is None else extra.lse + bias.own
 
 
 def _kernel_options(q: Tensor, k: Tensor) -> dict[str, Any] | None:
-    """FlexAttention's kernel for few queries holds all those of a key head in one tile, and has none of more
-    than a block of the mask; PyTorch 2.13 takes it nevertheless, and then has nothing to compile."""
+    """FlexAttention's kernel for few queries holds all of a key head's queries in one tile, and has none for
+    more than a block of the mask; PyTorch 2.13 chooses it nevertheless, and then has nothing to compile."""
     rows = (1 << (q.shape[2] - 1).bit_length()) * (q.shape[1] // k.shape[1])
     return {"FORCE_USE_FLEX_ATTENTION": True} if q.shape[2] < BLOCK < rows else None
 
@@ -273,7 +295,7 @@ def _mask_of(q: Tensor, seen: SeenPairs, first_keys: Tensor | None = None) -> Bl
 
 
 _masks_of_batches: MutableMapping[Tensor, dict[SeenPairs, BlockMask]] = WeakIdKeyDictionary()
-"""Of the documents of batches that are still in use."""
+"""For the documents of batches that are still in use."""
 
 
 @lru_cache(maxsize=64)
@@ -287,7 +309,7 @@ def _bounds(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return low, (low + BLOCK - 1).clamp(max=length - 1)
 
 
-def _block_mask(some: Tensor, every: Tensor | None, pairs: Mask, queries: int, keys: int) -> BlockMask:
+def block_mask(some: Tensor, every: Tensor | None, pairs: Mask, queries: int, keys: int) -> BlockMask:
     """A mask from the blocks (B,H,rows,columns) that are partly seen, and those seen whole."""
     kv, of_q = _listed(some), _listed(some.mT)
     none = (None, None)
@@ -308,6 +330,9 @@ def _block_mask(some: Tensor, every: Tensor | None, pairs: Mask, queries: int, k
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of each row are marked, and their columns, these first and in order."""
-    order = (~blocks).to(torch.int32).argsort(dim=-1, stable=True)
-    return blocks.sum(-1, dtype=torch.int32), order.to(torch.int32).contiguous()
+    """How many blocks of each row are marked, and their columns, in order, followed by the last column."""
+    # In a compiled layer this runs with every call, and a sort would be a kernel or two of its own.
+    rank, columns = blocks.cumsum(-1, dtype=torch.int32), blocks.shape[-1]
+    wanted = torch.arange(1, columns + 1, dtype=torch.int32, device=blocks.device)
+    order = torch.searchsorted(rank, wanted.expand_as(rank).contiguous(), out_int32=True)
+    return rank[..., -1].contiguous(), order.clamp(max=columns - 1)

@@ -1,8 +1,8 @@
-"""The cross-entropy behind a linear head, in chunks of rows: the logits of a whole batch are never held.
+"""The cross-entropy after a linear head, in chunks of rows: the logits of a whole batch are never held.
 
-In fp32 it is PyTorch's own chunked op. Autocast does not touch that one, and given half precision it rounds
-the loss and the sum of the weight's gradient to it. So under autocast the products here are in half
-precision, and everything that is summed over rows or the vocabulary is in fp32.
+In fp32 it is PyTorch's own chunked op. Autocast does not touch that op, which in half precision rounds the
+loss and the sum of the weight's gradient. So under autocast the products here are in half precision, and
+everything that is summed over rows or the vocabulary is in fp32.
 
 Shapes: x (N,C), weight (V,C), targets (N).
 """
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from headgate.ops.gpu import device_kind
 from headgate.ops.tiles import recomputed
 
 IGNORED = -100
@@ -23,7 +24,7 @@ CPU_ELEMENTS, GPU_ELEMENTS = 1 << 25, 1 << 28
 
 def rows_at_once(vocabulary: int, device: torch.device) -> int:
     """Tokens whose logits are held at once."""
-    if device.type == "cpu":
+    if device_kind(device) == "cpu":
         return max(64, min(1024, CPU_ELEMENTS // vocabulary))
     return max(2048, min(8192, GPU_ELEMENTS // vocabulary))
 
@@ -35,7 +36,7 @@ def linear_cross_entropy(
     rows = min(rows_at_once(weight.shape[0], x.device), x.shape[0])
     dtype = product_dtype(x)
     if dtype not in (torch.bfloat16, torch.float16):
-        compiling = torch.compiler.is_compiling()  # without it PyTorch would warn, and so break the graph
+        compiling = torch.compiler.is_compiling()  # otherwise PyTorch would warn, and so break the graph
         options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=rows, allow_retain_graph=compiling)
         return F.linear_cross_entropy(
             x, weight, targets, ignore_index=IGNORED, reduction=reduction, options=options
@@ -53,7 +54,7 @@ def linear_cross_entropy(
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """What a linear layer would multiply x in."""
+    """The dtype in which a linear layer would multiply x."""
     kind = x.device.type
     if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(kind)
@@ -65,7 +66,7 @@ def _each(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 class _SummedLoss(torch.autograd.Function):
-    """The gradients come with the loss, which needs the logits only once."""
+    """The gradients come with the loss, so the logits are needed only once."""
 
     @staticmethod
     def forward(
@@ -90,6 +91,7 @@ class _SummedLoss(torch.autograd.Function):
                 d_x[here] = d_logits @ half
             if d_weight is not None:
                 d_weight += d_logits.mT @ part
+            del logits, d_logits  # before the next chunk's are made
         ctx.save_for_backward(d_x, d_weight)
         ctx.weight_dtype = weight.dtype
         return total

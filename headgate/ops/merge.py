@@ -1,4 +1,4 @@
-"""Branches of attention become one: over disjoint keys by their log-sum-exps, or weighed by gates."""
+"""Merges branches of attention: over disjoint keys by their log-sum-exps, or weighted by gates."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,16 +15,16 @@ def merged(
     """near + far_weight * (joint - near), where joint is the attention over the keys of both (B,H,T,D).
 
     joint = (1 - s) * near + s * far, with s = sigmoid(far_lse - near_lse) the far keys' share of the softmax.
-    So a weight of 1 gives the joint attention, and one between 0 and 1 mixes it with the near.
+    So a weight of 1 gives the joint attention, and one between 0 and 1 mixes it with the near one.
     """
     share = (far_lse - near_lse).sigmoid()[..., None].to(near.dtype)
     return near + far_weight * share * (far - near)
 
 
 def mixed(first: Tensor, second: Tensor, gate: Tensor) -> Tensor:
-    """gate * first + (1 - gate) * second, of (B,H,T,D) each with a gate (B,H,T,1).
+    """gate * first + (1 - gate) * second, both (B,H,T,D), with a gate (B,H,T,1).
 
-    Nothing is kept for the backward pass but the three, of which attention keeps two anyway.
+    Only the three are kept for the backward pass, of which attention keeps two anyway.
     """
     gate = gate.to(first.dtype)  # under autocast it may be in half precision
     if is_transformed() or not torch.is_grad_enabled():

@@ -16,8 +16,8 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x (...,C), weight (C); in the dtype of x, the sum of squares in fp32 at least."""
-    if x.is_cuda:  # one fused kernel there, which autocast would have return fp32
+    """x (...,C), weight (C); in the dtype of x, with the sum of squares in at least fp32."""
+    if x.is_cuda:  # one fused kernel there, which would return fp32 under autocast
         with torch.autocast("cuda", enabled=False):
             return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
     if is_transformed() or not torch.is_grad_enabled():
@@ -27,8 +27,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def normed_linear(x: Tensor, norm: nn.RMSNorm, linear: nn.Linear) -> Tensor:
-    """linear(norm(x)), with the norm's scale behind the product: there it is a number a token, and no normed
-    copy of x is kept for the backward pass."""
+    """linear(norm(x)), with the norm's scale applied after the product: there it is one number per token, and
+    no normed copy of x is kept for the backward pass."""
     if not is_plain(linear):
         return linear(norm(x))
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -38,7 +38,7 @@ def normed_linear(x: Tensor, norm: nn.RMSNorm, linear: nn.Linear) -> Tensor:
 
 
 def is_plain(linear: nn.Module) -> bool:
-    """Whether its weight and bias say all: no adapter, quantised weight, parametrisation or hook on it."""
+    """Whether its weight and bias are all there is: no adapter, quantised weight, parametrisation or hook."""
     return (
         type(linear) is nn.Linear
         and "forward" not in vars(linear)
@@ -47,7 +47,7 @@ def is_plain(linear: nn.Module) -> bool:
 
 
 def weight_dtype(linear: nn.Module) -> torch.dtype:
-    """What a Linear takes; those that quantise as they go take fp32."""
+    """The dtype a Linear takes; those that quantise on the fly take fp32."""
     return linear.weight.dtype if isinstance(linear.weight, Tensor) else torch.float32
 
 
@@ -77,7 +77,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
-        if torch.is_grad_enabled():  # this gradient is to be differentiated itself
+        if torch.is_grad_enabled():  # this gradient is itself to be differentiated
             out = _formula(x, weight, ctx.eps)
             d_x, d_weight = torch.autograd.grad(out, (x, weight), d_out, create_graph=True)
             return d_x, d_weight, None

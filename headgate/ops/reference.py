@@ -37,7 +37,7 @@ def attend(scores: Tensor, allowed: Tensor, q: Tensor, v: Tensor) -> tuple[Tenso
 
 
 def in_span(i: Tensor, j: Tensor, span: Span) -> Tensor:
-    """Which pairs a span holds, its ring aside."""
+    """Which pairs a span includes, apart from its ring."""
     if span.window is None:
         return j <= i
     return (j <= i) & ((i < span.dense_prefix) | (j < span.pinned) | (i - j <= span.window))
@@ -72,7 +72,7 @@ def span_attention(
     scores, allowed = logits(q, k), in_span(i, j, span)
     own_bias = None
     if key_bias is not None:
-        # A running sum as bias may be large; of its differences alone nothing is lost to rounding.
+        # A running sum as bias may be large; its differences lose nothing to rounding.
         own_bias = key_bias[:, :, k.shape[2] - q.shape[2] :]
         scores = scores + (key_bias[:, :, None] - own_bias[..., None])
     if distance_bias is not None:
@@ -91,7 +91,7 @@ def strided_attention(q: Tensor, k: Tensor, v: Tensor, *, window: int, stride: i
 
 
 def pair_gate(query_half: Tensor, key_half: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-    """The gate's logit of every pair (B,H,Tq,Tk) from its halves (B,H,Tq,M) and (B,H,Tk,M)."""
+    """The gate's logit for every pair (B,H,Tq,Tk) from its halves (B,H,Tq,M) and (B,H,Tk,M)."""
     hidden = F.gelu(query_half[:, :, :, None] + key_half[:, :, None], approximate="tanh")
     return torch.einsum("bhijm,hm->bhij", hidden, w2) + b2[:, None, None]
 

@@ -1,7 +1,7 @@
 """Makes an op and its backward known to PyTorch: torch.compile, opcheck and autograd then see one op each.
 
-`torch.library.custom_op` would do the same with more checks: about 0.07 ms more for a forward and backward,
-which only calls as short as a decoding step can feel.
+`torch.library.custom_op` would do the same with more checks: about 0.07 ms more for a forward and backward
+pass, which matters only for calls as short as a decoding step.
 """
 
 from collections.abc import Callable
@@ -18,12 +18,12 @@ _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C
 
 Memory = Callable[..., tuple[Any, ...]]
 MEMORY: dict[Any, Memory] = {}
-"""Of each op, what it allocates its results by."""
+"""For each op, what allocates its results."""
 
 
 def register(name: str, schema: str, memory: Memory, fill: Callable[..., None]) -> Any:
-    """The op `headgate::name`, which allocates its results by `memory(*args)` and has `fill(*args, *results)`
-    compute them. Under tracing `memory` alone tells their shapes and strides."""
+    """The op `headgate::name`, whose results `memory(*args)` allocates and `fill(*args, *results)` computes.
+    Under tracing, `memory` alone gives their shapes and strides."""
 
     def run(*args: Any) -> tuple[Any, ...]:
         results = memory(*args)
@@ -66,7 +66,7 @@ def register_gradient(name: str, setup: Callable[..., None], gradient: Callable[
 
 
 def refuse_gradient(name: str) -> None:
-    """A gradient of the op `name`, itself a backward, raises one clear sentence."""
+    """Differentiating the op `name`, itself a backward pass, raises one clear sentence."""
 
     def gradient(ctx: Any, *grads: Any) -> Any:
         raise HeadgateError(

@@ -1,4 +1,4 @@
-"""Rotary positions (RoPE): pairs of a head's dimensions turned by angles that grow with the position."""
+"""Rotary positions (RoPE): pairs of a head's dimensions rotated by angles that grow with the position."""
 
 import math
 
@@ -25,13 +25,13 @@ def rotation(
 
 
 def _stretched(frequencies: Tensor, theta: float, s: RopeScaling) -> tuple[Tensor, float]:
-    """The frequencies (D/2,) for a longer context, and what the rotated are multiplied by."""
+    """The frequencies (D/2,) for a longer context, and the factor on what is rotated."""
     if s.rope_type == "linear":
         return frequencies / s.factor, 1.0
     before = s.original_max_position_embeddings
-    assert before is not None, "RopeScaling has seen to it"
+    assert before is not None, "RopeScaling checks this"
     if s.rope_type == "llama3":
-        turns = before / (2 * math.pi / frequencies)  # over the context before
+        turns = before / (2 * math.pi / frequencies)  # over the original context
         share = (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
         smooth = (1 - share) * frequencies / s.factor + share * frequencies
         low, high = turns < s.low_freq_factor, turns > s.high_freq_factor
@@ -53,7 +53,7 @@ def _stretched(frequencies: Tensor, theta: float, s: RopeScaling) -> tuple[Tenso
 
 
 def rotate(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn (B,heads,T,D) by its positions; dimension d is paired with d + D/2, as Qwen does."""
+    """Rotate (B,heads,T,D) by its positions; dimension d is paired with d + D/2, as in Qwen."""
     a, b = t.chunk(2, dim=-1)
     cos, sin = cos.to(t.dtype), sin.to(t.dtype)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)

@@ -1,4 +1,4 @@
-"""Attention over a band and every stride-th column before it, at T*(window + T/stride)."""
+"""Attention over a band and every stride-th column before it, at a cost of T*(window + T/stride)."""
 
 from functools import partial
 

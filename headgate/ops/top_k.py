@@ -1,8 +1,8 @@
 """Attention over the k_i keys with the highest logits, exactly; ties go to the later key.
 
-The choice looks at every logit, in tiles of queries. In plain PyTorch what is kept of it is k_i weights and
-their keys for each query; with them the backward pass is matrix products, without choosing again. The C++
-path keeps each query's last choice alone and computes the logits again.
+The choice looks at every logit, in tiles of queries. Plain PyTorch keeps k_i weights and their keys for each
+query; with them the backward pass is matrix products, without choosing again. The C++ path keeps only each
+query's last choice and recomputes the logits.
 
 Shapes: q (B,H,Tq,D); k, v (B,G,Tk,D); weights and keys of the choice (B,H,Tq,S), with S the largest k_i.
 """
@@ -56,12 +56,12 @@ def highest(scores: Tensor, allowed: Tensor, count: Tensor) -> Tensor:
     above = scores > threshold
     equal = (scores == threshold) & allowed
     room = count - above.sum(-1, keepdim=True)
-    later = equal.flip(-1).cumsum(-1, dtype=torch.int32).flip(-1)  # how many equals stand at or after each
+    later = equal.flip(-1).cumsum(-1, dtype=torch.int32).flip(-1)  # how many equals are at or after each
     return above | (equal & (later <= room))
 
 
 FEW = 4
-"""Up to so many queries, which fill no tile of the kernel, matrix products are faster."""
+"""Up to this many queries, which fill no tile of the kernel, matrix products are faster."""
 
 
 class TopKCall(ctypes.Structure):
@@ -171,7 +171,7 @@ def _forward(
 
 
 def _tied(values: Tensor, count: Tensor) -> bool:
-    """Whether a query's last chosen of the sorted values equals the first that is not."""
+    """Whether any query's last chosen value equals the first that was not chosen, values being sorted."""
     if values.shape[-1] < 2:
         return False
     border = count.clamp(max=values.shape[-1] - 1).expand(*values.shape[:-1], 1)
@@ -214,8 +214,8 @@ def _backward(
 
 
 class _Tiles:
-    """Tiles of queries against the keys up to their last, products over grouped heads without repeating
-    keys; in single precision at least."""
+    """Tiles of queries against the keys up to their last, with products over grouped heads without repeating
+    keys; in at least single precision."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         dtype = accumulator(q)
@@ -230,7 +230,7 @@ class _Tiles:
         return iter(self._ranges)
 
     def end(self, query: int) -> int:
-        """How many keys stand before this query's own."""
+        """How many keys come before this query's own."""
         return self.offset + query
 
     def _grouped(self, t: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a paper reports: figures that a study can measure, and sentences of it that contradict each other.
+"""What a paper reports: figures that a study can measure, and statements in it that contradict each other.
 
 A file holds one paper:
 
@@ -13,7 +13,7 @@ A file holds one paper:
       "contradictions": [{"title": "...", "explanation": "...", "where": "Table 1 and Discussion"}]
     }
 
-Figures stay as the paper prints them, since their digits say how exact they are.
+Figures stay as the paper prints them, since their digits show how exact they are.
 """
 
 import math
@@ -32,14 +32,14 @@ Metric = Literal["loss", "speed", "memory", "convergence"]
 @dataclass(frozen=True)
 class Claim:
     row: str
-    """The row of a table, or the sentence, as the paper has it."""
+    """The row of a table, or the sentence, as in the paper."""
     variant: str
     """What it is about, as `headgate compare` takes it: dynamic-sparse:no-gate."""
     metric: Metric
     printed: str
     baseline_printed: str
-    """The paper's figure and that of its own baseline. Behind a ± stands the error; without one it is half a
-    unit of the last digit."""
+    """The paper's figure and that of its own baseline. The error follows a ±; without one it is half a unit
+    of the last digit."""
     unit: str = ""
     """Shown beside the figures. A speed in "hours" is a time: less is faster."""
     note: str = ""
@@ -66,7 +66,7 @@ class Claim:
 
     @property
     def relative(self) -> float:
-        """The difference as a share of the baseline; above 0 it is a higher loss, more speed, more memory,
+        """The difference as a share of the baseline; above 0 means a higher loss, more speed, more memory,
         later convergence."""
         if self.metric == "speed" and self.unit == "hours":
             return self.baseline / self.value - 1
@@ -79,7 +79,7 @@ class Claim:
 
     @property
     def direction(self) -> int:
-        """The sign of `relative`; 0 if the difference lies within the error."""
+        """The sign of `relative`; 0 if the difference is within the error."""
         if abs(self.value / self.baseline - 1) <= self.error:
             return 0
         return 1 if self.relative > 0 else -1
@@ -91,7 +91,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Contradiction:
-    """Something a paper says that does not fit what it, or another, says elsewhere."""
+    """Something a paper says that does not agree with what it, or another paper, says elsewhere."""
 
     title: str
     explanation: str
@@ -101,7 +101,7 @@ class Contradiction:
 @dataclass(frozen=True)
 class Paper:
     paper: str
-    """The name that tables call it by."""
+    """The name used in tables."""
     claims: tuple[Claim, ...]
     contradictions: tuple[Contradiction, ...] = ()
 
@@ -120,7 +120,7 @@ def load_paper(path: str | os.PathLike[str]) -> Paper:
 
 
 def shipped_papers() -> list[Paper]:
-    """Those that come with headgate."""
+    """The papers that come with headgate."""
     with resources.as_file(resources.files("headgate.papers")) as folder:
         return [load_paper(path) for path in sorted(Path(folder).glob("*.json"))]
 

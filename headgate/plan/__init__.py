@@ -1,1 +1,1 @@
-"""What a training run will take, before it is started."""
+"""What a training run will take, before it starts."""

@@ -1,8 +1,8 @@
-"""How long a step takes on this machine, from pieces of the model itself timed on the spot.
+"""How long a step takes on this machine, from parts of the model itself timed on the spot.
 
 A layer's own products and norms on some tokens, its mechanism on one sequence, a chunk of the loss, AdamW on
-some weights: each for a few tens of milliseconds at the model's own widths, then scaled. Costs of a mechanism
-at a longer context follow a * tokens + b * pairs through two lengths.
+some weights: each takes a few tens of milliseconds at the model's own widths, and is then scaled. A
+mechanism's cost at a longer context follows a * tokens + b * pairs through two lengths.
 """
 
 import math
@@ -26,9 +26,9 @@ from headgate.train.summary import mechanisms_of, pairs_per_token
 M = TypeVar("M", bound=nn.Module)
 DEVICE = torch.device("cpu")
 WORK = 4e9
-"""About so many operations are timed at once."""
+"""About this many operations are timed at once."""
 SHORT = 32
-"""Sequences for a layer's time without its attention, which at this length is next to nothing."""
+"""Sequences for timing a layer without its attention, which at this length is next to nothing."""
 LONGEST = 1024
 CLASSES = 8192
 WEIGHTS = 1 << 20
@@ -39,17 +39,17 @@ FORWARD = 1 / 3
 @dataclass(frozen=True)
 class CpuTiming:
     layers: Seconds
-    """Of all layers without their attention, a token."""
+    """All layers without their attention, per token."""
     attention: Seconds
-    """Of all layers' mechanisms, a sequence."""
+    """All layers' mechanisms, per sequence."""
     loss: Seconds
     """A token."""
     step: Seconds
-    """Clipping and AdamW, of all weights."""
+    """Clipping and AdamW, for all weights."""
     context: int
 
     def seconds(self, sequences: int, *, recompute: bool) -> Seconds:
-        """Of a step of so many sequences; a layer that is recomputed goes forward twice."""
+        """The time of a step of this many sequences; a recomputed layer goes forward twice."""
         again = 1 + FORWARD if recompute else 1.0
         tokens = sequences * self.context
         layers = self.layers.times(tokens * again) + self.attention.times(sequences * again)
@@ -63,7 +63,7 @@ def time_model(config: Config, decoder: Decoder, documents: DocumentLengths | No
     sequences = config.train.batch_size * config.train.accumulation
     attention = Seconds(0, 0, 0)
     for mechanism, depth in zip(pattern, depths, strict=True):
-        share = 1.0  # of the pairs of whole contexts
+        share = 1.0  # of the pairs in whole contexts
         if documents is not None:
             share = pairs_per_token(mechanism, context, documents) / pairs_per_token(mechanism, context)
         of_layer = _mechanism(mechanism, sequences, context, precision)
@@ -79,7 +79,7 @@ def time_model(config: Config, decoder: Decoder, documents: DocumentLengths | No
 
 
 def _filled(make: Callable[[], M]) -> M:
-    """With some value in all weights: what a product takes does not depend on which."""
+    """With arbitrary values in all weights: the time of a product does not depend on them."""
     with NoInitialValues():
         module = make()
     with torch.no_grad():
@@ -89,7 +89,7 @@ def _filled(make: Callable[[], M]) -> M:
 
 
 def _layer(config: Config, tokens: int) -> Seconds:
-    """A token through a layer with plain attention over short sequences."""
+    """The time of a token in a layer with plain attention over short sequences."""
     model = config.model
     layer = _filled(lambda: Layer(model, MechanismSpec("full")))
     weights = sum(p.numel() for p in layer.parameters())
@@ -106,7 +106,7 @@ def _layer(config: Config, tokens: int) -> Seconds:
 
 
 def _mechanism(mechanism: Mechanism, sequences: int, context: int, precision: str) -> Seconds:
-    """One sequence of so many through a mechanism, forward and backward."""
+    """The time of one sequence, out of this many, in a mechanism, forward and backward."""
     heads = mechanism.heads
     per_pair = 7 * heads.n_heads * (2 * heads.head_dim + mechanism.pair_operations())
     longest = 1 << int(math.log2(max(128.0, min(LONGEST, math.sqrt(2 * WORK / per_pair)))))
@@ -125,12 +125,12 @@ def _mechanism(mechanism: Mechanism, sequences: int, context: int, precision: st
             pairs[context],
         )
 
-    return Seconds(at("low"), at("expected"), at("high"))
+    return Seconds(*sorted(map(at, ("low", "expected", "high"))))  # three lines may cross
 
 
 def extrapolated(points: list[tuple[int, int, float]], tokens: int, pairs: int) -> float:
-    """a * tokens + b * pairs through two points; where pairs grow as tokens do, in proportion to the second's
-    tokens."""
+    """a * tokens + b * pairs through two points; if pairs grow as tokens do, in proportion to the second
+    point's tokens."""
     (n1, p1, c1), (n2, p2, c2) = points
     if p2 / n2 < 1.2 * p1 / n1:
         return c2 * pairs / p2
@@ -159,7 +159,7 @@ def _attended(mechanism: Mechanism, length: int, precision: str, sequences: int 
 
 
 def _loss(decoder: Decoder, tokens: int) -> Seconds:
-    """A token through the output head: the passes that a chunk of the loss is made of."""
+    """The time of a token in the output head: the passes that make up a chunk of the loss."""
     width, classes = decoder.config.d_model, decoder.config.vocab_size
     some = min(classes, CLASSES)
     rows = min(decoder.loss_rows(tokens), max(64, int(WORK / (6 * width * some))))
@@ -178,7 +178,7 @@ def _loss(decoder: Decoder, tokens: int) -> Seconds:
 
 
 def _optimiser() -> Seconds:
-    """Norm, clipping and AdamW over WEIGHTS weights."""
+    """The time of the norm, clipping and AdamW over WEIGHTS weights."""
     weight, gradient, mean, square = (torch.full((WEIGHTS,), 0.01) for _ in range(4))
     step = torch.ones(())
 

@@ -1,9 +1,9 @@
-"""A training step without arithmetic: the real code runs on tensors that have shapes and no values, while
-every allocation is followed. So what the planner says of memory comes from the model, the mechanisms and
-autograd themselves, autocast included, at the cost of milliseconds.
+"""A training step without arithmetic: the real code runs on tensors that have shapes but no values, while
+every allocation is traced. So what the planner says about memory comes from the model, the mechanisms and
+autograd themselves, autocast included, in milliseconds.
 
-The step is followed in segments (embedding, each layer, the loss; then backwards), because all layers of a
-pattern are alike: one of each is run, and `walk` strings their figures together for the whole depth.
+The step is traced in segments (embedding, each layer, the loss; then backwards), because layers with the same
+mechanism are alike: one of each is run, and `walk` strings their figures together for the whole depth.
 """
 
 import math
@@ -28,17 +28,21 @@ from headgate.config import ModelConfig
 from headgate.mechanisms.contract import Mechanism
 from headgate.model.decoder import Decoder
 from headgate.ops import tiles
+from headgate.ops.active import BY_HEAD
+from headgate.ops.dispatch import paths_taken
+from headgate.ops.gpu import planned_for
 from headgate.plan.meta_rules import result_of
 from headgate.train.evaluate import autocast
 from headgate.train.summary import mechanisms_of
 
 CPU = torch.device("cpu")
-DIRECT_TOKENS = 4096
-"""Up to so many tokens a pass is run as it is; beyond, its figures are the line through two smaller ones."""
+DIRECT_TOKENS, GPU_DIRECT_TOKENS = 4096, 1 << 15
+"""Up to this many tokens a pass is run as it is; beyond, its figures are on the line through two smaller
+ones, at which tiles and chunks of the loss already have their greatest size."""
 
 
 LARGE = 1 << 16
-"""Elements from which on a tensor that is made from nothing has no values either."""
+"""The number of elements from which a newly made tensor has no values either."""
 FACTORIES = {
     torch.ops.aten.empty.memory_format,
     torch.ops.aten.zeros.default,
@@ -49,7 +53,7 @@ LOSS = torch.ops.torch_nn._linear_cross_entropy_batch_chunked.default
 
 
 class Shadow(Tensor):
-    """A CPU tensor as dispatch, autograd and autocast see it, with a meta tensor in its place."""
+    """A CPU tensor as far as dispatch, autograd and autocast can see, with a meta tensor in its place."""
 
     meta: Tensor
 
@@ -71,23 +75,25 @@ class Shadow(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise RuntimeError(f"{func} met a tensor without values outside of a dry run")
+        raise RuntimeError(f"{func} met a tensor without values outside a memory trace")
 
 
 class Ledger(TorchDispatchMode):
-    """Follows what is live: every storage from the op that makes it until nothing refers to it."""
+    """Tracks what is live: every storage from the op that makes it until nothing refers to it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.live = 0
         self.peak = 0
         self.moved = 0
-        """Bytes that the ops read and wrote, each by itself."""
+        """Bytes that the ops read and wrote, counted op by op."""
+        self.kernels = 0
+        """Ops that compute something: on a GPU, each is at least one kernel to start."""
         self._known: dict[int, int] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and the import alone would take as long as that of PyTorch
+        return False  # nothing is compiled here, and the import alone would take as long as PyTorch's
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         flat, shape = tree_flatten((args, kwargs or {}))
@@ -96,6 +102,7 @@ class Ledger(TorchDispatchMode):
                 return _loss(*args[:11], *args[12:])
         if not any(isinstance(leaf, Shadow) for leaf in flat) and not _makes_large(func, args):
             result = func(*args, **(kwargs or {}))
+            self.kernels += func not in FACTORIES and not func.is_view
             for tensor in tree_flatten(result)[0]:
                 if isinstance(tensor, Tensor):
                     self.follow(tensor)
@@ -113,10 +120,11 @@ class Ledger(TorchDispatchMode):
         made = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if func._schema.is_mutable or any(_storage(leaf)._cdata not in read for leaf in made):
             self.moved += sum(map(_bytes, [*touched, *made]))
+            self.kernels += 1
         return tree_unflatten([self._wrapped(leaf, given_as) for leaf in leaves], shape)
 
     def _wrapped(self, leaf: Any, given_as: dict[int, Tensor]) -> Any:
-        """A result as the caller knows it: what was written to is the tensor that was given."""
+        """A result as the caller knows it: a tensor that was written to is the one that was given."""
         if not isinstance(leaf, Tensor):
             return leaf
         if id(leaf) in given_as:
@@ -136,13 +144,13 @@ class Ledger(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
 
     def shadow(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Shadow:
-        """A tensor that was there before, and is not counted."""
+        """A tensor that existed before, and is not counted."""
         meta = torch.empty_strided(shape, _contiguous(shape), dtype=dtype, device="meta")
         self.follow(meta, counted=False)
         return Shadow(meta)
 
     def shadow_parameters(self, module: nn.Module) -> None:
-        """Put shadows in the place of meta parameters."""
+        """Replace meta parameters with shadows."""
         made: dict[Tensor, nn.Parameter] = {}
         for part in module.modules():
             for name, parameter in part.named_parameters(recurse=False):
@@ -162,8 +170,8 @@ def _contiguous(shape: Sequence[int]) -> list[int]:
 
 
 def _makes_large(func: Any, args: Any) -> bool:
-    """Whether it makes a tensor from nothing that is not worth the memory. Small ones are real: positions and
-    counts, on whose values the code may depend."""
+    """Whether it makes a new tensor too large to be worth the memory. Small ones are real: positions and
+    counts, whose values the code may depend on."""
     return func in FACTORIES and math.prod(args[0]) >= LARGE
 
 
@@ -183,7 +191,7 @@ def _bytes(tensor: Tensor) -> int:
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of a step: its highest point above where it begins, and how much it leaves there or frees."""
+    """A part of a step: its highest point above where it starts, and how much it then leaves or frees."""
 
     peak: float
     kept: float
@@ -197,7 +205,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward and backward pass, in bytes. Layers stand in the order of the pattern, not of time."""
+    """A forward and backward pass, in bytes. Layers are in the order of the pattern, not of time."""
 
     embedding: Segment
     layers: tuple[Segment, ...]
@@ -206,9 +214,13 @@ class Pass:
     layers_back: tuple[Segment, ...]
     embedding_back: Segment
     between_layers: float
-    """What is freed when the next layer begins: the input of the one before, unless something keeps it."""
+    """What is freed when the next layer starts: the previous one's input, unless something keeps it."""
     moved: tuple[float, ...]
     """Bytes read and written by ops: all but the layers, then each layer, forward and backward."""
+    kernels: tuple[float, ...]
+    """Ops that compute something, as `moved`."""
+    paths: tuple[frozenset[str], ...]
+    """Those that the ops of each layer's mechanism took in the forward pass."""
 
     def between(self, other: "Pass", share: float) -> "Pass":
         pairs = zip(self.layers, other.layers, strict=True)
@@ -222,23 +234,29 @@ class Pass:
             self.embedding_back.between(other.embedding_back, share),
             self.between_layers + share * (other.between_layers - self.between_layers),
             tuple(a + share * (b - a) for a, b in zip(self.moved, other.moved, strict=True)),
+            tuple(a + share * (b - a) for a, b in zip(self.kernels, other.kernels, strict=True)),
+            self.paths,
         )
 
 
-def run_pass(model: ModelConfig, precision: str, sequences: int, length: int, *, recompute: bool) -> Pass:
-    """Follow a pass over the first pattern of layers."""
+def run_pass(
+    model: ModelConfig, precision: str, sequences: int, length: int, *, recompute: bool, device: str = "cpu"
+) -> Pass:
+    """Trace a pass over the first repeat of the pattern of layers, with such a device's paths and tiles."""
     pattern = min(len(model.mechanism), model.n_layers)
     decoder = blank_decoder(replace(model, n_layers=pattern))
     ledger = Ledger()
-    with ledger, light_recomputation():
+    with ledger, light_recomputation(), planned_for(device):
         tokens = ledger.shadow((sequences, length), torch.int64)
         ledger.shadow_parameters(decoder)
-        marks, freed = _marked_step(decoder, ledger, precision, tokens, recompute)
-    segments = [Segment(peak - before, after - before) for before, peak, after, _ in marks]
-    moved = [bytes_ for *_, bytes_ in marks]
+        marks, freed, paths = _marked_step(decoder, ledger, precision, tokens, recompute)
+    segments = [Segment(m.peak - m.before, m.after - m.before) for m in marks]
     forward, back = slice(1, pattern + 1), slice(pattern + 3, 2 * pattern + 3)
-    both = zip(moved[forward], moved[back][::-1], strict=True)
-    each = [a + b for a, b in both]
+
+    def by_layer(counts: list[int]) -> tuple[float, ...]:
+        each = [a + b for a, b in zip(counts[forward], counts[back][::-1], strict=True)]
+        return sum(counts) - sum(each), *each
+
     return Pass(
         segments[0],
         tuple(segments[forward]),
@@ -247,19 +265,21 @@ def run_pass(model: ModelConfig, precision: str, sequences: int, length: int, *,
         tuple(segments[back][::-1]),
         segments[-1],
         freed,
-        (sum(moved) - sum(each), *each),
+        by_layer([m.moved for m in marks]),
+        by_layer([m.kernels for m in marks]),
+        tuple(paths),
     )
 
 
 def blank_decoder(model: ModelConfig) -> Decoder:
-    """A decoder of shapes alone, on the meta device."""
+    """A decoder with shapes only, on the meta device."""
     with torch.device("meta"), NoInitialValues():
         return Decoder(model)
 
 
 class NoInitialValues(TorchFunctionMode):
-    """Modules made inside keep the memory as it is. On the meta device drawing values does nothing, but takes
-    the import of a compiler."""
+    """Modules made inside leave the memory as it is. On the meta device drawing values does nothing, but
+    imports a compiler."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__module__", None) == "torch.nn.init":
@@ -268,7 +288,7 @@ class NoInitialValues(TorchFunctionMode):
 
 
 class _Recomputed(torch.autograd.Function):
-    """What torch.utils.checkpoint does, which imports a compiler before it does it."""
+    """Does what torch.utils.checkpoint does, without first importing a compiler."""
 
     @staticmethod
     def forward(ctx: Any, function: Callable[..., Any], *args: Any) -> Any:
@@ -304,24 +324,43 @@ def _recomputed(function: Callable[..., Any], *args: Any, **options: Any) -> Any
 
 @contextmanager
 def light_recomputation() -> Iterator[None]:
-    """Inside, ops that go by tiles recompute them without the compiler."""
+    """Inside, tiled ops recompute their tiles without the compiler."""
     with patch.object(tiles, "checkpoint", _recomputed):
         yield
 
 
+def _paths_since(before: dict[str, int]) -> frozenset[str]:
+    """Those taken since, but for an op that only shares heads out to others."""
+    taken = (path.split(":")[:2] for path, n in paths_taken().items() if n > before.get(path, 0))
+    return frozenset(path for op, path in taken if op != BY_HEAD.name)
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """A segment as it was followed: bytes live before it, at its highest point and after it, and its work."""
+
+    before: int
+    peak: int
+    after: int
+    moved: int
+    kernels: int
+
+
 def _marked_step(
     decoder: Decoder, ledger: Ledger, precision: str, tokens: Tensor, recompute: bool
-) -> tuple[list[tuple[int, int, int, int]], int]:
-    """(live before, peak, live after, bytes moved) of each segment, in the order of time; and the bytes of
-    the first layer's input if nothing keeps it for the backward pass."""
-    marks: list[tuple[int, int, int, int]] = []
+) -> tuple[list[_Mark], int, list[frozenset[str]]]:
+    """Each segment in order of time; the bytes of the first layer's input if nothing keeps it for the
+    backward pass; and the paths that each layer took."""
+    marks: list[_Mark] = []
     inputs: list[tuple[Any, int]] = []
-    state = [ledger.live, ledger.moved]
+    paths: list[frozenset[str]] = []
+    state = [ledger.live, ledger.moved, ledger.kernels]
     ledger.peak = ledger.live
 
     def mark(*_: Any) -> None:
-        marks.append((state[0], ledger.peak, ledger.live, ledger.moved - state[1]))
-        state[:] = [ledger.live, ledger.moved]
+        before, moved, kernels = state
+        marks.append(_Mark(before, ledger.peak, ledger.live, ledger.moved - moved, ledger.kernels - kernels))
+        state[:] = [ledger.live, ledger.moved, ledger.kernels]
         ledger.peak = ledger.live
 
     class Marked(nn.Module):
@@ -336,7 +375,9 @@ def _marked_step(
                 storage = _storage(x.meta if isinstance(x, Shadow) else x)
                 inputs.append((weakref.ref(storage), storage.nbytes()))
             run = partial(self.layer, with_values=with_values)
+            before = paths_taken()
             out = _recomputed(run, x, *rest) if recompute else run(x, *rest)
+            paths.append(_paths_since(before))
             mark()
             (out[0] if with_values else out).register_hook(mark)
             return out
@@ -348,29 +389,34 @@ def _marked_step(
     freed = sum(size for kept, size in inputs if kept() is None)
     loss.backward()
     mark()
-    return marks, freed
+    return marks, freed, paths
 
 
 _RUNS: dict[tuple[Any, ...], Pass] = {}
-"""Of this process: plans for several contexts come from the same two runs."""
+"""Kept for this process: plans for several contexts come from the same two runs."""
 
 
 class Passes:
-    """Passes over any number of sequences of one length. Those with many tokens lie on the line through two
-    smaller runs: memory is linear in the tokens once tiles have their greatest size."""
+    """Passes over any number of sequences of one length. Those with many tokens are on the line through two
+    smaller runs: memory is linear in the tokens once tiles have reached their greatest size."""
 
-    def __init__(self, model: ModelConfig, precision: str, length: int, *, recompute: bool) -> None:
+    def __init__(
+        self, model: ModelConfig, precision: str, length: int, *, recompute: bool, device: str = "cpu"
+    ) -> None:
         self.model, self.precision, self.length, self.recompute = model, precision, length, recompute
+        self.device = device
 
     @cached_property
     def pattern(self) -> list[Mechanism]:
-        """Those of the layers, until they repeat."""
+        """The layers' mechanisms, until they repeat."""
         depth = min(len(self.model.mechanism), self.model.n_layers)
         return mechanisms_of(blank_decoder(replace(self.model, n_layers=depth)))
 
     def of(self, sequences: int) -> Pass:
-        length, tokens, half = self.length, sequences * self.length, DIRECT_TOKENS // 2
-        if tokens <= DIRECT_TOKENS:
+        length, tokens = self.length, sequences * self.length
+        most = DIRECT_TOKENS if self.device == "cpu" else GPU_DIRECT_TOKENS
+        half = most // 2
+        if tokens <= most:
             return self._run(sequences, length)
         few = max(1, half // length)
         shapes = [(1, half), (1, 2 * half)] if length > half else [(few, length), (2 * few, length)]
@@ -387,15 +433,22 @@ class Passes:
         return replace(between, moved=(rest, *layers))
 
     def _run(self, sequences: int, length: int) -> Pass:
-        key = (repr(self.model), self.precision, sequences, length, self.recompute)
+        key = (repr(self.model), self.precision, sequences, length, self.recompute, self.device)
         if key not in _RUNS:
-            _RUNS[key] = run_pass(self.model, self.precision, sequences, length, recompute=self.recompute)
+            _RUNS[key] = run_pass(
+                self.model,
+                self.precision,
+                sequences,
+                length,
+                recompute=self.recompute,
+                device=self.device,
+            )
         return _RUNS[key]
 
 
 def _beyond_linear(points: Sequence[tuple[int, int, float]], tokens: int, pairs: int) -> float:
-    """What a cost of a * tokens + b * pairs, known at two points, is above the line through them: the scores
-    of paths that go over all pairs are moved, though never held, in full."""
+    """How far a cost of a * tokens + b * pairs, known at two points, is above the line through them: the
+    scores of paths that go over all pairs are moved in full, though never held in full."""
     (n1, p1, c1), (n2, p2, c2) = points
     if p2 / n2 < 1.2 * p1 / n1:
         return 0.0
@@ -411,7 +464,7 @@ def _pair(batch: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Memory:
-    """The most that one device holds at once during a step, by what it is, in bytes."""
+    """The most that one device holds at once during a step, by kind, in bytes."""
 
     weights: float
     gradients: float
@@ -426,7 +479,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Parameters of a decoder: of each layer of the pattern, and of all else."""
+    """Parameters of a decoder: of each layer of the pattern, and of everything else."""
 
     layers: tuple[int, ...]
     rest: int
@@ -443,19 +496,20 @@ class Sizes:
         return self.rest + sum(self.layers[n % len(self.layers)] for n in range(self.depth))
 
 
-def walk(run: Pass, sizes: Sizes, *, accumulated: bool, shards: int = 1) -> Memory:
-    """The highest point of a step of the whole depth. `accumulated`: all gradients are there from the start.
+def walk(run: Pass, sizes: Sizes, *, accumulated: bool, shards: int = 1, gathered: int = 4) -> Memory:
+    """The highest point of a step at full depth. `accumulated`: all gradients exist from the start.
 
-    With shards (FSDP2) a device has its share of weights, gradients and optimiser state; whole are the
-    embedding, the layer at work and the next one, and the gradients of a layer until they are handed on.
+    With shards (FSDP2) a device has its share of weights, gradients and optimiser state; only the embedding,
+    the layer at work and the next one are whole, at `gathered` bytes per weight, and a layer's gradients
+    until they are passed on: while they accumulate, until the last pass of the step.
     """
     width, pattern = 4, len(run.layers)
     weights = width * sizes.total / shards
     if shards > 1:
-        weights += width * (sizes.rest + 2 * max(sizes.layers))
+        weights += gathered * (sizes.rest + 2 * max(sizes.layers))
     optimiser = 2 * width * sizes.total / shards
     shared = 1 / shards
-    gradients = width * sizes.total * shared if accumulated else 0.0
+    gradients = float(width * sizes.total) if accumulated else 0.0
     moments: list[Memory] = []
     activations = 0.0
 
@@ -468,13 +522,13 @@ def walk(run: Pass, sizes: Sizes, *, accumulated: bool, shards: int = 1) -> Memo
     moment(run.embedding, gradients)
     activations += run.embedding.kept
     for n in range(sizes.depth):
-        if n and n % pattern == 0:  # inside a pattern its layers' own figures have this
+        if n and n % pattern == 0:  # within a pattern the layers' own figures include this
             activations -= run.between_layers
         moment(run.layers[n % pattern], gradients)
         activations += run.layers[n % pattern].kept
     moment(run.loss, gradients, is_loss=True)
     moment(run.loss_back, gradients, run.loss.kept, is_loss=True)
-    held = run.loss.kept + run.loss_back.kept  # the gradient of the output head, where it is not yet added
+    held = run.loss.kept + run.loss_back.kept  # the output head's gradient, where it is not yet added
     for n in reversed(range(sizes.depth)):
         segment, own = run.layers_back[n % pattern], width * sizes.layers[n % pattern]
         moment(segment, gradients + held)

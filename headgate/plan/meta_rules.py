@@ -1,7 +1,7 @@
-"""What shape an op's result has, for tensors without values.
+"""The shape of an op's result, for tensors without values.
 
-PyTorch knows this too, on its meta device, but much of that is Python that takes a quarter of a millisecond a
-call and imports a compiler first. Here are the ops that a training step is made of; all others go there.
+PyTorch's meta device knows this too, but much of that is Python that takes a quarter of a millisecond per
+call and imports a compiler first. These are the ops that a training step consists of; all others go there.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,7 +51,7 @@ def _new(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def _like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """In the same order of memory where the tensor has no gaps and no overlaps."""
+    """With the same memory layout if the tensor has no gaps or overlaps."""
     strides, step = [0] * tensor.ndim, 1
     for dim in sorted(range(tensor.ndim), key=lambda d: (tensor.stride(d), -d)):
         strides[dim], step = step, step * max(1, tensor.shape[dim])

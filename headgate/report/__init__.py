@@ -1,1 +1,1 @@
-"""From a study folder to one HTML page; reads folders alone."""
+"""From a study folder to one HTML page; reads only folders."""

@@ -1,4 +1,4 @@
-"""The figures of the page, made with Altair from the results of a study; painting.py says what one is."""
+"""The figures of the page, made with Altair from the results of a study; painting.py defines a figure."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,6 +7,7 @@ import altair as alt
 
 from headgate.report.budgets import ladder_figure, tuning_figure
 from headgate.report.painting import (
+    BARE_ZERO,
     FROM_ZERO,
     LOGARITHMIC,
     ROWS,
@@ -31,12 +32,12 @@ from headgate.report.tradeoff import (
 
 AS_JUDGED = (
     "Thick: the variant's own 95% interval. Thin: the interval it is judged by, corrected for the number of "
-    "variants; at the edge it goes on. A filled mark is a difference that is shown."
+    "variants; at the edge it continues. A filled mark is a difference that is shown."
 )
 
 
 def figures(results: Mapping[str, Any]) -> dict[str, PageFigure]:
-    """Every figure that the results have anything for, by name."""
+    """Every figure for which the results have data, by name."""
     painter = Painter(results["variants"])
     makers = (
         tradeoff_figure,
@@ -60,7 +61,7 @@ def difference_figure(results: Mapping[str, Any], painter: Painter) -> PageFigur
     ablations = {v["label"] for v in results["variants"] if painter.crowded and v["ablation"]}
     shown_as = effect(results)
     rows = [row for row in difference_rows(results, shown_as) if row["label"] not in ablations]
-    caption = AS_JUDGED + (" Ablations are in a figure of their own." if ablations else "")
+    caption = AS_JUDGED + (" Ablations have their own figure." if ablations else "")
     views = {"": _forest(results, painter, rows, caption)} if rows else {}
     return PageFigure("differences", "How far from the baseline", views)
 
@@ -103,10 +104,13 @@ def curve_figure(results: Mapping[str, Any], painter: Painter) -> PageFigure | N
     columns = [VARIANT, ("tokens", "tokens", ",.0f"), ("seconds", "seconds", ",.1f"), ("mean", "loss", ".4f")]
     y = ("mean", "validation loss")
     whose = (
-        "Seconds are those of the runs, which may have shared the machine."
+        "Seconds are from the runs, which may have shared the machine."
         if not results["costs"]
-        else "Seconds are those of the separate measurement of speed, with the machine to itself."
+        else "Seconds come from the separate measurement of speed, with the machine to itself."
     )
+    timed = all(row["seconds"] is not None for row in rows)
+    if not timed:
+        columns.pop(2)
     views = {}
     if paired:
         views["difference by tokens"] = painter.lines(
@@ -127,15 +131,16 @@ def curve_figure(results: Mapping[str, Any], painter: Painter) -> PageFigure | N
             rule=0.0,
         )
     mean = (
-        "Mean over the seeds. How far seeds lie apart is not drawn: it is not the doubt about a difference. "
+        "Mean over the seeds. The spread between seeds is not drawn: it is not the doubt about a difference. "
     )
     views["loss by tokens"] = painter.lines(rows, tokens, y, columns, mean.strip())
-    views["loss by seconds"] = painter.lines(rows, seconds, y, columns, mean + whose)
+    if timed:
+        views["loss by seconds"] = painter.lines(rows, seconds, y, columns, mean + whose)
     return PageFigure("curves", "Learning curves", views)
 
 
 def counts_axis() -> alt.Axis:
-    return alt.Axis(format="~s", tickCount=5)
+    return alt.Axis(format="~s", tickCount=5, labelExpr=BARE_ZERO)
 
 
 def cost_against_length(results: Mapping[str, Any], painter: Painter) -> PageFigure | None:
@@ -261,11 +266,11 @@ def position_figure(results: Mapping[str, Any], painter: Painter) -> PageFigure 
             x,
             ("difference", f"loss minus that of {results['baseline']}"),
             [*columns[:3], ("difference", "difference", "+.4f")],
-            where + "A mechanism that forgets what is far rises on the right.",
+            where + "A mechanism that forgets distant tokens rises on the right.",
             format="+.3~f",
             rule=0.0,
         )
-    falls = "Where attention pays, the loss falls to the right."
+    falls = "Where attention helps, the loss falls to the right."
     views["loss"] = painter.lines(rows, x, ("mean", "validation loss"), columns, where + falls)
     return PageFigure("positions", "Loss by position in the context", views)
 
@@ -278,14 +283,14 @@ def doubling(rows: Rows, field: str, title: str) -> alt.X:
 
 
 def answer_figure(results: Mapping[str, Any], painter: Painter) -> PageFigure | None:
-    """On data with answers: the share of right ones, by distance to the key."""
+    """For data with answers: the share of right ones, by distance to the key."""
     rows = [
         {
             "label": v["label"],
             "distance": place["first"],
             "last": place["end"] - 1,
             "mean": place["mean"],
-            # The interval of a mean may go where no share can.
+            # The interval of a mean may go beyond what a share can be.
             "low": None if place["low"] is None else max(place["low"], 0.0),
             "high": None if place["high"] is None else min(place["high"], 1.0),
         }
@@ -306,7 +311,7 @@ def answer_figure(results: Mapping[str, Any], painter: Painter) -> PageFigure | 
             ("low", "95% from", ".1%"),
             ("high", "to", ".1%"),
         ],
-        f"Mean over the seeds; {painter.band} is its 95% interval, as far as a share can go. What a window "
+        f"Mean over the seeds; {painter.band} is its 95% interval, cut off at 0 and 1. What a window "
         "cannot reach shows as a fall to the right.",
         scale=alt.Scale(domain=[0, 1]),
         format=".0%",
@@ -324,7 +329,7 @@ def ablation_figure(results: Mapping[str, Any], painter: Painter) -> PageFigure 
         labels = {v["label"] for v in results["variants"] if v["mechanism"] == family}
         rows = [row for row in every if row["label"] in labels]
         if rows:
-            caption = f"What is left of {family}'s difference when a part of it is taken away. {AS_JUDGED}"
+            caption = f"What is left of {family}'s difference when a part of it is removed. {AS_JUDGED}"
             views[family] = _forest(results, painter, rows, caption)
     return PageFigure("ablations", "Ablations", views)
 
@@ -350,7 +355,8 @@ def head_figure(results: Mapping[str, Any]) -> PageFigure | None:
         )
         numbers = base.mark_text(fontSize=11).encode(
             alt.Text("gate:Q", format=".2f"),
-            color=alt.condition("datum.gate > 0.55", alt.value("#111111"), alt.value("#f4f4f4")),
+            # On viridis black and white both have a contrast of 4.5 here.
+            color=alt.condition("datum.gate > 0.44", alt.value("#000000"), alt.value("#ffffff")),
         )
         layers = (cells, numbers) if len(rows) <= 160 else (cells,)
         views[variant["label"]] = FigureView(
@@ -392,15 +398,15 @@ def skipping_figure(results: Mapping[str, Any], painter: Painter) -> PageFigure 
     view = painter.lines(
         rows,
         alt.X("skipped:Q", title="share not computed", axis=alt.Axis(format=".0%", tickCount=5)),
-        ("loss_cost", "loss it costs"),
+        ("loss_cost", "added loss"),
         [
             VARIANT,
             ("skip_below", "gates below", ".2f"),
             ("skipped", "not computed", ".1%"),
-            ("time", "time a decoded token", ".2f"),
-            ("loss_cost", "loss it costs", "+.4f"),
+            ("time", "time per decoded token", ".2f"),
+            ("loss_cost", "added loss", "+.4f"),
         ],
-        "Each point is a threshold: what lies behind a gate below it is not computed in decoding.",
+        "Each point is a threshold: what is behind a gate below it is not computed in decoding.",
         format="+.3~f",
         rule=0.0,
     )

@@ -10,12 +10,12 @@ from typing import Any
 COLOURS = (
     "#4d4d4d", "#0072b2", "#c25200", "#00805c", "#b04c82", "#8f6a00", "#0d7f8f", "#7b3294", "#8a5a2b",
 )  # fmt: skip
-"""On white each has a contrast of at least 4.5, so that it may also be the colour of a text."""
+"""Each has a contrast of at least 4.5 on white, so that it can also be a text colour."""
 DARK_COLOURS = (
     "#cfcfcf", "#4da3e0", "#ff8c42", "#2fd3a0", "#f0a3cb", "#e6c04a", "#5cc8d6", "#c39bd9", "#d9a26b",
 )  # fmt: skip
 PAPER, DARK_PAPER = "#fefefe", "#15181c"
-"""The page behind a figure, which fills the marks of what is not shown to differ."""
+"""The page behind a figure, which fills the marks of variants not shown to differ."""
 DASHES = (
     [1, 0], [6, 3], [2, 2], [8, 3, 2, 3], [12, 4], [1, 4], [10, 2, 2, 2, 2, 2], [4, 1],
 )  # fmt: skip

@@ -1,7 +1,7 @@
 """A study in Python: `headgate.read_study(FOLDER)` gives its tables and the page's figures as objects.
 
-In a notebook a study shows its verdict and its table, a figure shows itself. Nothing is trained, and torch is
-not imported.
+In a notebook a study shows its verdict and its table, and a figure shows itself. Nothing is trained, and
+torch is not imported.
 """
 
 import html
@@ -127,7 +127,8 @@ class StudyReading:
 
     @property
     def table(self) -> StudyTable:
-        """A row for each variant: losses, differences with the interval judged by, verdicts, costs."""
+        """A row for each variant: losses, differences with the intervals they are judged by, verdicts,
+        costs."""
         names, *rows = result_table(self.results)
         return StudyTable([dict(zip(names, row, strict=True)) for row in rows])
 
@@ -137,7 +138,7 @@ class StudyReading:
         return StudyFigures(figures(self.results))
 
     def __getitem__(self, label: str) -> Mapping[str, Any]:
-        """All that is known of a variant."""
+        """All that is known about a variant."""
         known = {variant["label"]: variant for variant in self.results["variants"]}
         if label not in known:
             raise HeadgateError(f"the study has no variant {label!r}; {suggestion(label, known)}")
@@ -158,7 +159,7 @@ def read_study(source: str | os.PathLike[str]) -> StudyReading:
 
 
 def _chart(view: FigureView) -> alt.TopLevelMixin:
-    """The view as a chart that stands alone, with a legend and a width of its own."""
+    """The view as a chart that stands alone, with its own legend and width."""
     chart: alt.TopLevelMixin = alt.Chart.from_dict(standing_alone(view.spec))
     return chart
 

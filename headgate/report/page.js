@@ -40,12 +40,26 @@
     if (printing.matches) spec.width = 640; // a sheet, whatever the window was
     document.getElementById("caption-" + name).textContent = view.caption;
     if (views.has(name)) views.get(name).finalize();
-    // Only errors are logged: a figure whose every variant is hidden is empty, which is no fault.
-    // Expressions are interpreted, not compiled, so that the page needs no right to make code.
+    // Only errors are logged: a figure whose variants are all hidden is empty, which is not an error.
+    // Expressions are interpreted, not compiled, so that the page needs no permission to run generated code.
     const result = await vegaEmbed(place, spec, { actions: false, ast: true, renderer: "svg", logLevel: 1, config: theme(), tooltip: { theme: isDark() ? "dark" : "light" } });
     views.set(name, result);
     hide(result.view);
+    explain(name);
     tabulate(name);
+  }
+  // What its colours, dashes and shapes stand for.
+  function explain(name) {
+    const list = document.getElementById("key-" + name), view = data.figures[name][chosen.get(name)];
+    if (!list) return;
+    const there = new Set(view.key ? view.spec.datasets.rows.map((row) => row.label) : []);
+    const shown = boxes.filter((box) => box.checked && there.has(data.labels[Number(box.dataset.variant)]));
+    list.replaceChildren(...shown.map((box) => {
+      const item = make("li");
+      item.append(box.parentElement.querySelector(".swatch").cloneNode(true), data.labels[Number(box.dataset.variant)]);
+      return item;
+    }));
+    list.hidden = !shown.length;
   }
   function hide(view) {
     try { view.signal("hidden", hidden).run(); } catch (error) { /* a figure without variants has no such signal */ }
@@ -59,13 +73,12 @@
   }
   dark.addEventListener("change", drawAll);
   printing.addEventListener("change", drawAll);
-  window.addEventListener("beforeprint", () => { document.getElementById("variants").open = true; });
 
   // Which variants they show.
   function choose() {
     hidden = boxes.filter((box) => !box.checked).map((box) => data.labels[Number(box.dataset.variant)]);
     document.getElementById("shown").textContent = (boxes.length - hidden.length) + " of " + boxes.length;
-    for (const result of views.values()) hide(result.view);
+    for (const [name, result] of views) { hide(result.view); explain(name); }
   }
   for (const box of boxes) box.addEventListener("change", choose);
   for (const button of document.querySelectorAll("[data-show]")) {
@@ -76,7 +89,7 @@
     });
   }
   choose();
-  // What a link leads to stands below the line that stays in sight.
+  // A link's target is placed below the line that stays in view.
   const chooser = document.getElementById("variants");
   new ResizeObserver(() => {
     document.documentElement.style.scrollPaddingTop = chooser.querySelector("summary").offsetHeight + 12 + "px";

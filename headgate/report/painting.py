@@ -19,7 +19,9 @@ CROWD = 8
 """With more variants than this a figure draws no bands and leaves ablations to their own figure."""
 HEIGHT = 300
 ROW = 24
-"""Height of a row in a figure that has one for each variant."""
+"""Height of a row in a figure with one for each variant."""
+SHORT_NAME = 20
+"""Letters of a name, at most, in a figure on a telephone."""
 ROWS = "rows"
 FROM_ZERO = alt.Scale(zero=True)
 ANYWHERE = alt.Scale(zero=False)
@@ -34,8 +36,10 @@ class FigureView:
 
     spec: dict[str, Any]
     columns: Sequence[tuple[str, str, str]]
-    """Of the table behind it: field, title, and d3 format or nothing for text."""
+    """Columns of the table behind it: field, title, and d3 format, or nothing for text."""
     caption: str
+    key: bool = False
+    """Whether it takes a list of colours, dashes and shapes beside it to tell the variants apart."""
 
     @property
     def rows(self) -> Rows:
@@ -48,7 +52,7 @@ class PageFigure:
     name: str
     title: str
     views: Mapping[str, FigureView] = field(default_factory=dict)
-    """By name; the first is the one that is shown."""
+    """By name; the first is the one shown."""
 
 
 class Painter:
@@ -65,7 +69,7 @@ class Painter:
         self.colour = alt.Color("label:N", scale=self.scale, legend=None)
         self.dash = alt.StrokeDash("label:N", scale=scale([one.dash for one in of_variants]), legend=None)
         self.shape = alt.Shape("label:N", scale=scale([one.shape for one in of_variants]), legend=None)
-        # Filled where a difference is shown, or where nothing is asked about one.
+        # Filled where a difference is shown, or where none is in question.
         self.fill = alt.condition(
             "datum.shown === false", alt.value(PAPER), alt.Fill("label:N", scale=self.scale, legend=None)
         )
@@ -108,7 +112,7 @@ class Painter:
         parts.append(chart.mark_line(strokeWidth=2).encode(x, middle, self.colour, self.dash))
         points = chart.mark_point(filled=True, size=45, opacity=1)
         parts.append(points.encode(x, middle, self.colour, self.shape, tooltip=tooltips(columns)))
-        return FigureView(finished(alt.layer(*parts, *layers), rows), columns, caption)
+        return FigureView(finished(alt.layer(*parts, *layers), rows), columns, caption, key=True)
 
     def intervals(
         self,
@@ -123,8 +127,8 @@ class Painter:
         format: str,
         domain: Sequence[float],
     ) -> FigureView:
-        """A row for each variant: `fields` are its mean and its interval as judged; the interval that is its
-        own alone has the same names with plain_ before them."""
+        """A row for each variant: `fields` are its mean and its interval as judged; its own uncorrected
+        interval has the same names with the prefix plain_."""
         chart, y = row_for_each(order)
         mean, low, high = fields
         axis = alt.Axis(format=format, tickCount=5, labelFlush=False, labelExpr=BARE_ZERO)
@@ -148,7 +152,9 @@ class Painter:
 def row_for_each(order: Sequence[str]) -> tuple[alt.Chart, alt.Y]:
     """A chart with a named row for each variant, which none of the page's switches hides."""
     room = min(8 * max(map(len, order)), 320)
-    axis = alt.Axis(labelLimit=room, labelExpr="width < 300 ? truncate(datum.label, 20) : datum.label")
+    # The page's room, not the drawing's: that is what the names leave of it.
+    short = f"containerSize()[0] < 480 ? truncate(datum.label, {SHORT_NAME}) : datum.label"
+    axis = alt.Axis(labelLimit=room, labelExpr=short)
     return alt.Chart(alt.NamedData(ROWS)), alt.Y("label:N", sort=list(order), title=None, axis=axis)
 
 
@@ -169,7 +175,7 @@ def finished(chart: Any, rows: Rows, height: int = HEIGHT) -> dict[str, Any]:
     sized = chart.properties(
         width="container", height=height, autosize={"type": "fit-x", "contains": "padding"}
     )
-    # A title that ends with its axis has the room below the labels of the other axis too.
+    # A title that ends with its axis can also use the room below the other axis's labels.
     spec: dict[str, Any] = sized.configure_axisX(titleAnchor="end").to_dict()
     spec["datasets"] = {**spec.get("datasets", {}), ROWS: rows}
     return spec
@@ -180,6 +186,6 @@ def picked(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
 
 
 def powers_of_two(low: float, high: float) -> list[int]:
-    """Ticks for a scale that doubles: every power of two within, or every other if they are many."""
+    """Ticks for a scale that doubles: every power of two in range, or every other if there are many."""
     found = [1 << n for n in range(40) if low <= 1 << n <= high]
     return found if len(found) <= 8 else found[:: -(-len(found) // 8)]

@@ -1,6 +1,6 @@
-"""Reads what the page shows: results.json of a study folder or a published one, and what stands beside it.
+"""Reads what the page shows: results.json from a study folder or a published one, and the files beside it.
 
-What older versions of headgate wrote reads like what this one writes.
+Results of older versions of headgate read like those of this one.
 """
 
 import math
@@ -17,7 +17,7 @@ NEEDED = ("variants", "claims", "headline", "conditions", "config", "data")
 
 
 def results_path(source: str | os.PathLike[str]) -> Path:
-    """The results.json of a folder; a file is its own."""
+    """The results.json of a folder; a file stands for itself."""
     path = Path(source)
     return path if path.is_file() else path / "results.json"
 
@@ -49,15 +49,16 @@ def read_results(source: str | os.PathLike[str]) -> dict[str, Any]:
     _with_both_intervals(results)
     _with_one_price(results)
     results["claims"] = [judged for judged in results["claims"] if judged["verdict"] != "not run"]
+    _with_claims_as_judged(results)
     return dict(results)
 
 
 def _with_both_intervals(results: dict[str, Any]) -> None:
-    """Each difference with the interval that was judged by, `low` and `high`, and its own 95% interval,
+    """Give each difference both the interval it was judged by, `low` and `high`, and its own 95% interval,
     `plain_low` and `plain_high`.
 
-    Older results hold the latter alone, and p-values by Holm's method. The interval at the level that Holm's
-    method reached leaves 0 out exactly where a difference is shown.
+    Older results hold only the latter, and p-values by Holm's method. The interval at the level that Holm's
+    method reached excludes 0 exactly where a difference is shown.
     """
     judged = [v["difference"] for v in results["variants"] if v.get("difference")]
     tested = sum(difference["p"] is not None for difference in judged)
@@ -82,6 +83,16 @@ def _with_both_intervals(results: dict[str, Any]) -> None:
                 continue
             for end in ("low", "high"):
                 difference[f"{start}{end}"] = mean + wider * (difference[f"{start}{end}"] - mean)
+
+
+def _with_claims_as_judged(results: dict[str, Any]) -> None:
+    """Beside a claim about the loss stands the interval that its verdict comes from; older results hold the
+    95% interval there."""
+    judged = {v["label"]: v["difference"] for v in results["variants"] if v.get("difference")}
+    for claim in results["claims"]:
+        difference = judged.get(claim["label"])
+        if claim["claim"]["metric"] == "loss" and difference is not None:
+            claim["low"], claim["high"] = difference["relative_low"], difference["relative_high"]
 
 
 def _with_plain_interval(difference: dict[str, Any]) -> None:
@@ -117,7 +128,7 @@ def _t_ratio(level: float, df: float) -> float:
 
 
 def _with_one_price(results: dict[str, Any]) -> None:
-    """Tokens a second of each variant: the baseline's, times the ratio that was measured interleaved."""
+    """Tokens per second of each variant: the baseline's, times the ratio that was measured interleaved."""
     if not results.get("costs"):
         return
     costs = results["costs"]["costs"]
@@ -143,10 +154,10 @@ def _read_json_file(path: Path) -> Any:
 
 
 def _read_note(path: Path) -> str | None:
-    """What somebody has to say about the study, in a file of text that is put beside its results."""
+    """A remark about the study, from a text file beside its results."""
     return None if files.kind(path) == "missing" else " ".join(files.read_text(path).split()) or None
 
 
 def is_control(variant: Mapping[str, Any]) -> bool:
-    """Whether the study added the variant by itself, to see whether it can see."""
+    """Whether the study added the variant by itself, to check what it can see."""
     return bool(variant.get("control"))

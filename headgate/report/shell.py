@@ -2,7 +2,7 @@
 
 Text goes through the template, which escapes it, or into JSON inside the page, where no character can end the
 script, and scripts insert it as text. So a label with markup in it shows as it was written. A page may run
-its own scripts but make none: Vega interprets its expressions.
+its own scripts but cannot create any: Vega interprets its expressions.
 """
 
 import json
@@ -17,15 +17,23 @@ from markupsafe import Markup
 from headgate.report.looks import COLOURS, DARK_COLOURS, DARK_PAPER, PAPER
 from headgate.report.painting import PageFigure
 from headgate.report.publish import standing_alone
-from headgate.report.words import bytes_in_words, decimal, p_in_words, percent, with_sign
+from headgate.report.words import (
+    bytes_in_words,
+    decimal,
+    p_in_words,
+    percent,
+    percent_ends,
+    with_real_minus,
+    with_sign,
+)
 from headgate.version import __version__
 
 
 def render(
     template: str, made: Mapping[str, PageFigure], first: str, data: Mapping[str, Any], **names: Any
 ) -> str:
-    """A page with these figures, of which one also stands as a picture that needs no script; `data` is what
-    page.js reads beside them."""
+    """A page with these figures, one of which is also a picture that needs no script; `data` is what page.js
+    also reads."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("headgate.report", "."),
         autoescape=jinja2.select_autoescape(default=True, disabled_extensions=("css", "js")),
@@ -35,7 +43,10 @@ def render(
     )
     environment.filters |= {
         "signed": with_sign,
+        "minus": with_real_minus,
+        "dense": lambda text: "\n".join(line for line in text.splitlines() if line.strip()),
         "percent": percent,
+        "to": percent_ends,
         "number": decimal,
         "p": p_in_words,
         "bytes": bytes_in_words,
@@ -62,6 +73,7 @@ def _drawn(figure: PageFigure) -> dict[str, Any]:
             "spec": _rounded(view.spec),
             "columns": view.columns,
             "caption": view.caption,
+            "key": view.key,
             "description": f"{figure.title}{f': {name}' if name else ''}. {view.caption}",
         }
         for name, view in figure.views.items()
@@ -79,9 +91,9 @@ def _rounded(value: Any) -> Any:
 def _still(figure: PageFigure) -> Markup:
     """The first view as a picture that needs no script."""
     drawing = standing_alone(next(iter(figure.views.values())).spec)
-    drawing["config"]["aria"] = False  # a description of each mark is of no use beside the caption
+    drawing["config"]["aria"] = False  # a description of each mark is useless beside the caption
     svg: str = vl_convert.vegalite_to_svg(drawing)
-    numbers: dict[str, str] = {}  # vl-convert counts on from one drawing to the next
+    numbers: dict[str, str] = {}  # vl-convert continues counting from one drawing to the next
     svg = re.sub(r"\bclip\d+", lambda found: numbers.setdefault(found[0], f"still{len(numbers)}"), svg)
     return Markup(svg)  # noqa: S704 - Vega escapes the texts in its drawings
 

@@ -1,4 +1,4 @@
-"""What the mean difference is made of: a figure of its spread over seeds and over documents."""
+"""What the mean difference consists of: a figure of its spread over seeds and over documents."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -45,7 +45,7 @@ def _mean(variant: Mapping[str, Any]) -> float:
 
 
 def seed_differences(variant: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[int, float]:
-    """By seed, the loss less that of the baseline, where both have one."""
+    """The loss minus the baseline's, by seed, where both have one."""
     theirs = {run["seed"]: run.get("loss") for run in baseline["runs"] if run["state"] == "finished"}
     return {
         run["seed"]: run["loss"] - theirs[run["seed"]]
@@ -80,7 +80,7 @@ def _by_seed(results: Mapping[str, Any], painter: Painter, rows: Rows, order: Se
     title = f"{shown_as.words} of each seed against {results['baseline']}; left of 0 is better"
     columns = [VARIANT, ("seed", "seed", ""), ("difference", "difference", shown_as.fine)]
     if shown_as is SHARE:
-        columns.append(("nats", "nats a token", "+.4f"))
+        columns.append(("nats", "nats per token", "+.4f"))
     chart, y = row_for_each(order)
     axis = alt.Axis(format=shown_as.format, tickCount=5, labelFlush=False, labelExpr=BARE_ZERO)
     x = alt.X("difference:Q", title=title, axis=axis, scale=alt.Scale(zero=True, padding=12))
@@ -100,7 +100,7 @@ def _by_document(
     results: Mapping[str, Any], painter: Painter, rows: Rows, order: Sequence[str]
 ) -> FigureView:
     count = results["documents"]["count"]
-    title = f"nats a token of each document against {results['baseline']}; left of 0 is better"
+    title = f"nats per token of each document against {results['baseline']}; left of 0 is better"
     columns = [
         VARIANT,
         ("p5", "5% of documents below", "+.4f"),
@@ -121,8 +121,8 @@ def _by_document(
         alt.X("middle:Q", title=title), y, painter.colour, painter.shape, tooltip=tooltips(columns)
     )
     caption = (
-        f"Differences of {count:,} documents, each the mean over the seeds: the mark is the document in the "
-        "middle, the thick line the middle half of them, the thin one nine of ten. This is how far documents "
+        f"Differences of {count:,} documents, each the mean over the seeds: the mark is the median document, "
+        "the thick line the middle half of them, the thin one nine of ten. This is how far documents "
         "differ, not how sure the mean is. Each counts once here, and by its length in the verdict."
     )
     return FigureView(

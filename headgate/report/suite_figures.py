@@ -13,7 +13,7 @@ SHARE = alt.Scale(domain=[0, 1])
 
 
 def suite_figures(suite: Mapping[str, Any]) -> dict[str, PageFigure]:
-    """Every figure that the suite has anything for, by name."""
+    """Every figure for which the suite has data, by name."""
     painter = Painter([with_family(variant) for variant in suite["variants"]])
     made = [
         answers_figure(suite, painter, "by_distance", "Right answers by distance"),
@@ -24,7 +24,7 @@ def suite_figures(suite: Mapping[str, Any]) -> dict[str, PageFigure]:
 
 
 def with_family(variant: Mapping[str, Any]) -> dict[str, Any]:
-    """Suites of older versions name no mechanism."""
+    """Suites from older versions name no mechanism."""
     return {"mechanism": variant["label"].partition(":")[0], "ablation": None, **variant}
 
 
@@ -47,8 +47,8 @@ def answers_figure(suite: Mapping[str, Any], painter: Painter, key: str, title: 
             doubling(rows, "at", axis),
             ("mean", "share of right answers"),
             columns,
-            f"{task['name']}: mean over the seeds; {painter.band} is its 95% interval, as far as a share can "
-            f"go. Guessing is right {chance:.1%} of the time: the dashed line.",
+            f"{task['name']}: mean over the seeds; {painter.band} is its 95% interval, cut off at 0 and 1. "
+            f"Guessing is right {chance:.1%} of the time: the dashed line.",
             scale=SHARE,
             format=".0%",
             band=("low", "high"),
@@ -61,7 +61,7 @@ def _place(label: str, place: Mapping[str, Any], field: str) -> dict[str, Any]:
     row = {"label": label, "at": place[field], "mean": place["mean"]}
     if field == "first":
         row["last"] = place["end"] - 1
-    # The interval of a mean may go where no share can.
+    # The interval of a mean may go beyond what a share can be.
     for end, bound in (("low", max), ("high", min)):
         row[end] = None if place[end] is None else bound(place[end], float(end == "high"))
     return row
@@ -79,7 +79,7 @@ def learning_figure(suite: Mapping[str, Any], painter: Painter) -> PageFigure:
             ("score", "score"),
             [VARIANT, ("tokens", "tokens", ",.0f"), ("score", "score", ".3f")],
             f"{task['name']}: mean score over the seeds on the validation split, at the learning rate that "
-            f"won. 0 is chance, 1 the optimum; from {suite['solved_at']} on a task counts as solved (the "
+            f"won. 0 is chance, 1 the optimum; from {suite['solved_at']} up a task counts as solved (the "
             "dashed line).",
             format=".1~f",
             rule=suite["solved_at"],

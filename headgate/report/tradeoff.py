@@ -1,8 +1,8 @@
 """The figure that answers: the paired difference of each variant against its relative cost.
 
-Both have intervals, the corner of what is better and cheaper is shaded, a line joins what nothing else beats
-in both, and names stand beside their marks. Where a name goes is worked out here, for a wide figure and for
-a narrow one, so that none covers another or a mark; a name without room is left to the tooltip and the table.
+Both have intervals, the better and cheaper corner is shaded, a line joins the Pareto front, and names are
+beside their marks. Where a name goes is worked out here, for a wide figure and for a narrow one, so that none
+covers another or a mark; a name without room is left to the tooltip and the table.
 """
 
 import math
@@ -14,6 +14,7 @@ import altair as alt
 
 from headgate.report.painting import (
     BARE_ZERO,
+    SHORT_NAME,
     VARIANT,
     FigureView,
     PageFigure,
@@ -27,10 +28,10 @@ from headgate.report.painting import (
 
 HEIGHT = 340
 WIDE, NARROW = 560, 255
-"""Widths of the drawing area for which names are placed; below SWITCH the places of the narrow one count."""
+"""Widths of the drawing area for which names are placed; below SWITCH the narrow places count."""
 SWITCH = 540
 LETTER, LINE = 7.0, 14.0
-"""Room for a letter and a line of 12 pixels."""
+"""Room for a character and a line of 12 pixels."""
 TICKS = (
     (0.01, 0.1, 1.0, 10.0, 100.0),
     (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0),
@@ -50,13 +51,13 @@ class Effect:
     """Mean, low and high in a difference."""
     words: str
     format: str
-    """Of an axis, in d3's language."""
+    """For an axis, in d3's notation."""
     fine: str
-    """Of a table."""
+    """For a table."""
 
 
-SHARE = Effect(("relative", "relative_low", "relative_high"), "loss", "+.0%", "+.2%")
-NATS = Effect(("mean", "low", "high"), "loss, nats a token", "+.3~f", "+.4f")
+SHARE = Effect(("relative", "relative_low", "relative_high"), "loss", "+.2~%", "+.2%")
+NATS = Effect(("mean", "low", "high"), "loss, nats per token", "+.3~f", "+.4f")
 
 
 def effect(results: Mapping[str, Any]) -> Effect:
@@ -98,7 +99,7 @@ def difference_columns(shown_as: Effect) -> list[tuple[str, str, str]]:
 
 
 def around_zero(rows: Rows, shown_as: Effect) -> list[float]:
-    """The domain of differences: 0, every mean, and of the intervals what leaves the means legible."""
+    """The domain of differences: 0, every mean, and as much of the intervals as leaves the means legible."""
     mean, low, high = shown_as.fields
     means = [0.0, *(row[mean] for row in rows)]
     least, most = min(means), max(means)
@@ -170,10 +171,11 @@ def _view(
     ticks = _ratio_ticks(least, most)
     across, up = [min(least, ticks[0]), max(most, ticks[-1])], around_zero(rows[1:], shown_as)
     front = frontier(rows, "cost", mean)
-    for width, suffix in ((WIDE, "wide"), (NARROW, "narrow")):
-        places = place_names(rows, shown_as, across, up, width, front | {results["baseline"]})
-        for row, place in zip(rows, places, strict=True):
-            row[f"name_{suffix}"] = "" if place is None else row["label"]
+    for width, suffix, letters in ((WIDE, "wide", None), (NARROW, "narrow", SHORT_NAME)):
+        names = [_shortened(row["label"], letters) for row in rows]
+        places = place_names(rows, names, shown_as, across, up, width, front | {results["baseline"]})
+        for row, name, place in zip(rows, names, places, strict=True):
+            row[f"name_{suffix}"] = "" if place is None else name
             row[f"dx_{suffix}"], row[f"dy_{suffix}"] = place or (0.0, 0.0)
     baseline = results["baseline"]
     x_axis = alt.Axis(values=ticks, labelExpr="format(datum.value, '~g') + '×'", grid=True)
@@ -238,14 +240,14 @@ def _view(
         )
     caption = (
         "Down is better, left is cheaper; the shaded corner is both. Vertical lines: thick the variant's own "
-        "95% interval, thin the interval it is judged by, corrected for the number of variants; at the edge "
-        "they go on. A filled mark is a difference that is shown. The dotted line joins what no other beats "
-        "in both."
+        "95% interval, thin the interval it is judged by, corrected for the number of variants; at "
+        "the edge they continue. A filled mark is a difference that is shown. The dotted line joins those "
+        "that no other beats in both."
     )
     if any(row["cost_low"] for row in rows):
         caption += " Horizontal lines: the middle half of interleaved rounds."
     if painter.crowded:
-        caption += " Ablations are in a figure of their own."
+        caption += " Ablations have their own figure."
     return FigureView(finished(alt.layer(*layers), rows, height=HEIGHT), columns, caption)
 
 
@@ -272,18 +274,23 @@ def frontier(rows: Rows, cost: str, loss: str) -> set[str]:
     return found
 
 
+def _shortened(name: str, letters: int | None) -> str:
+    return name if letters is None or len(name) <= letters else f"{name[: letters - 1]}…"
+
+
 def place_names(
     rows: Rows,
+    names: Sequence[str],
     shown_as: Effect,
     across: Sequence[float],
     up: Sequence[float],
     width: float,
     first: set[str],
 ) -> list[tuple[float, float] | None]:
-    """Where the name of each row begins, in pixels from its mark; None if there is no room for it.
+    """Where each of `names`, one for a row, begins, in pixels from its mark; None if there is no room for it.
 
     Those in `first` choose first, then those that are shown to differ. Marks may move apart when the figure
-    is wider, never together, so that what is free at this width stays so.
+    is wider, never together, so what is free at this width stays free.
     """
     mean, plain = shown_as.fields[0], [f"plain_{name}" for name in shown_as.fields[1:]]
     turn = math.log(across[1] / across[0])
@@ -309,16 +316,14 @@ def place_names(
     found: list[tuple[float, float] | None] = [None] * len(rows)
     turns = sorted(range(len(rows)), key=lambda n: (rows[n]["label"] not in first, not rows[n].get("shown")))
     for n in turns:
-        (x, y), long = marks[n], LETTER * len(rows[n]["label"])
+        (x, y), long = marks[n], LETTER * len(names[n])
         best = math.inf
         for rank, (dx, dy) in enumerate(_around(long)):
             box = (x + dx, y + dy - LINE / 2, x + dx + long, y + dy + LINE / 2)
             outside = box[0] < 2 or box[2] > width or box[1] < 0 or box[3] > HEIGHT - 2
             if outside or any(_meet(box, other) for other in taken):
                 continue
-            worth = rank + 10 * sum(
-                _meet(box, line) for line in lines
-            )  # a line through a name is ugly, no more
+            worth = rank + 10 * sum(_meet(box, line) for line in lines)  # a line through a name is only ugly
             if worth < best:
                 best, found[n], chosen = worth, (dx, dy), box
         if found[n] is not None:

@@ -1,1 +1,1 @@
-"""Training: from prepared shards to a run folder, and what is measured on the way."""
+"""Training: from prepared shards to a run folder, and what is measured along the way."""

@@ -1,13 +1,13 @@
-"""Checkpoints: a folder a step, written beside, flushed to the disk, then renamed into place.
+"""Checkpoints: one folder per step, written under a temporary name, flushed to disk, then renamed into place.
 
     model.safetensors      the weights, with the model's config in the header: `headgate.load` reads it
-    training.safetensors   the optimiser's two averages and step count of every weight
+    training.safetensors   the optimiser's two averages and its step count for every weight
     state.json             where the run stands: step, tokens, loader, best evaluation, clocks and counts
 
-What is seen under its final name is whole. Every file carries a digest, and state.json those of the other two
-and of the metrics up to its step, so that damage is noticed; training then goes back to the one before.
-The tensors are whole ones whatever number of processes wrote them, so any number can go on from them. The
-schedule and the random state are functions of the step alone and need no place here. Nothing is pickled.
+Anything under its final name is complete. Every file carries a digest, and state.json has those of the other
+two and of the metrics up to its step, so damage is noticed; training then falls back to the checkpoint
+before. The tensors are whole however many processes wrote them, so any number of processes can resume. The
+schedule and the random state depend on the step alone and are not stored. Nothing is pickled.
 """
 
 import os
@@ -41,7 +41,7 @@ class State:
     step: int = 0
     tokens: int = 0
     skipped: int = 0
-    """Steps left out because a loss or gradient was not finite."""
+    """Steps skipped because a loss or gradient was not finite."""
     loader: Mapping[str, Any] | None = None
     best_step: int | None = None
     best_loss: float | None = None
@@ -54,30 +54,30 @@ class State:
     threads: int = 0
     processes: int = 1
     digests: Mapping[str, Any] = field(default_factory=dict)
-    """Of the checkpoint's other files."""
+    """The digests of the checkpoint's other files."""
     metrics_bytes: int | None = None
     """How long metrics.jsonl was at this step."""
     metrics_digest: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """What it was trained with."""
+    """The settings it was trained with."""
 
 
 LATER = {"digests", "metrics_bytes", "metrics_digest", "config"}
-"""What checkpoints of version 0.1 lack."""
+"""Fields that checkpoints of version 0.1 lack."""
 
 
 def folder_name(step: int) -> str:
-    return f"step-{step:08d}"  # of one width, so that the order of names is the order of steps
+    return f"step-{step:08d}"  # zero-padded, so that names sort by step
 
 
 def saved_steps(run: RunFolder) -> list[int]:
-    """The steps of the checkpoints, the oldest first."""
+    """The steps of the checkpoints, oldest first."""
     names = (path.name.removeprefix("step-") for path in run.checkpoints.glob("step-*"))
     return sorted(int(name) for name in names if name.isdecimal())
 
 
 def find(run: RunFolder, which: str = "last") -> Path:
-    """The folder of the checkpoint called `last`, `best`, or by its step."""
+    """The folder of the checkpoint named `last`, `best`, or by its step."""
     steps = saved_steps(run)
     if not steps:
         raise HeadgateError(f"{str(run.path)!r} has no checkpoint yet")
@@ -96,7 +96,7 @@ def find(run: RunFolder, which: str = "last") -> Path:
 
 
 def read_state(folder: Path) -> State:
-    """The state of a checkpoint, which must be whole and that of its folder."""
+    """The state of a checkpoint, which must be complete and match its folder."""
     path = folder / "state.json"
     values = files.read_sealed(path)
     missing = sorted({f.name for f in fields(State)} - LATER - values.keys())
@@ -107,7 +107,7 @@ def read_state(folder: Path) -> State:
     except HeadgateError as error:
         raise HeadgateError(f"{str(path)!r} is damaged: {error}") from error
     if folder.name.startswith("step-") and folder.name != folder_name(state.step):
-        raise HeadgateError(f"{str(path)!r} is damaged: it is of step {state.step}, not that of its folder")
+        raise HeadgateError(f"{str(path)!r} is damaged: it belongs to step {state.step}, not to its folder's")
     return state
 
 
@@ -119,7 +119,7 @@ def refuse_other_settings(state: State, settings: Config, run: RunFolder) -> Non
     """Raise if config.json is no longer what the checkpoint was trained with."""
     if not fits_settings(state, settings):
         raise HeadgateError(
-            f"{str(run.path / 'config.json')!r} is damaged: it is not what the checkpoints were trained with"
+            f"{str(run.path / 'config.json')!r} is damaged: these are not the settings of its checkpoints"
         )
 
 
@@ -132,7 +132,7 @@ def save(
     *,
     keep: int,
 ) -> None:
-    """Write the checkpoint of `state.step` and drop those no longer kept; every rank must call it."""
+    """Write the checkpoint of `state.step` and delete those no longer kept; every rank must call it."""
     weights = {name: whole(tensor) for name, tensor in decoder.state_dict().items()}
     averages = {name: whole(tensor) for name, tensor in _training_tensors(decoder, optimizer).items()}
     if world.is_first:
@@ -146,7 +146,7 @@ def _write(
     final = run.checkpoints / folder_name(state.step)
     temporary = run.checkpoints / f".{final.name}.tmp"
     try:
-        size, digest = run.sync_metrics()  # lines that a checkpoint counts on must outlast it
+        size, digest = run.sync_metrics()  # the lines a checkpoint counts on must outlast it
         files.own_folder(run.checkpoints)
         temporary.mkdir()
         digests = {
@@ -161,7 +161,7 @@ def _write(
     except OSError as error:
         steps = saved_steps(run)
         left = (
-            f"the checkpoint of step {steps[-1]} is intact, and the same command goes on from it"
+            f"the checkpoint of step {steps[-1]} is intact, and the same command resumes from it"
             if steps
             else "there is no earlier checkpoint"
         )
@@ -178,22 +178,22 @@ def _drop(run: RunFolder, state: State, keep: int) -> None:
     for step in steps[:-keep]:
         if step != state.best_step:
             folder = run.checkpoints / folder_name(step)
-            # Renamed first, so that a kill in mid-deletion leaves no half of a checkpoint under its name.
+            # Renamed first, so that a kill during deletion leaves no partial checkpoint under its name.
             doomed = folder.with_name(f".{folder.name}.tmp")
             folder.rename(doomed)
             shutil.rmtree(doomed)
 
 
 def restore(run: RunFolder, asked: Config, decoder: Decoder, optimizer: Optimizer, world: World) -> State:
-    """Fill the weights and the optimiser from the latest checkpoint that is whole; every rank must call it.
+    """Fill the weights and the optimiser from the latest intact checkpoint; every rank must call it.
 
-    The weights are verified as they are read, so what was filled in may turn out to be damaged: then the
-    checkpoint before overwrites it. Damaged ones are set aside under another name, since their steps will be
-    saved again.
+    The weights are verified while they are read, so a checkpoint may turn out damaged after it was filled in:
+    the one before it then overwrites it. Damaged checkpoints are set aside under another name, since their
+    steps will be saved again.
     """
     targets = {MODEL: decoder.state_dict(), TRAINING: _training_tensors(decoder, optimizer)}
     damage: list[str] = []
-    """A sentence about each checkpoint, from the latest on, that is damaged."""
+    """One sentence per damaged checkpoint, the latest first."""
     while True:
         state, folder = world.on_first(lambda: _find_sound(run, asked, targets, damage))
         if folder is None:
@@ -212,28 +212,28 @@ def restore(run: RunFolder, asked: Config, decoder: Decoder, optimizer: Optimize
 
 
 def begin_with(file: Path | None, decoder: Decoder, world: World) -> None:
-    """Fill the weights from the file that rank 0 gives; every rank must call it."""
+    """Fill the weights from the file that rank 0 names; every rank must call it."""
     damage = _fill(file, decoder.state_dict(), world)
     if damage:
         raise HeadgateError(damage)
 
 
 def check_init(file: Path, decoder: Decoder) -> None:
-    """Raise unless the file holds the decoder's weights, all of them and no others."""
+    """Raise unless the file holds exactly the decoder's weights."""
     _require_fit(TensorFile(file, prefix=PREFIX), decoder.state_dict(), INIT_REMEDY)
 
 
 def _find_sound(
     run: RunFolder, asked: Config, targets: Mapping[str, Mapping[str, Tensor]], damage: list[str]
 ) -> tuple[State, Path | None]:
-    """The latest checkpoint in which nothing is wrong as far as that can be seen without reading the weights,
-    and which is not among the damaged ones; these become more by what is found wrong here."""
+    """The latest checkpoint with nothing visibly wrong short of reading its weights, and not yet listed as
+    damaged; any damage found here is added to the list."""
     steps = saved_steps(run)[::-1]
     while len(damage) < len(steps):
         folder = run.checkpoints / folder_name(steps[len(damage)])
         found = files.kind(folder, follow=False)
         if found != "a folder":
-            raise HeadgateError(f"{str(folder)!r} is {found}; put the checkpoint's folder itself there")
+            raise HeadgateError(f"{str(folder)!r} is {found}; put the checkpoint's own folder there")
         try:
             state = read_state(folder)
             if fits_settings(state, asked):
@@ -247,8 +247,8 @@ def _find_sound(
         return state, folder
     if damage:
         raise HeadgateError(
-            f"{damage[0]}; there is no earlier checkpoint to go back to: bring back a copy, or delete "
-            f"{str(run.path)!r} and begin again"
+            f"{damage[0]}; there is no earlier checkpoint to go back to: restore a copy, or delete "
+            f"{str(run.path)!r} and start again"
         )
     return State(), None
 
@@ -256,13 +256,13 @@ def _find_sound(
 def _check(
     run: RunFolder, folder: Path, asked: Config, state: State, targets: Mapping[str, Mapping[str, Tensor]]
 ) -> None:
-    """Raise unless the state, the files beside it and the metrics fit one another."""
+    """Raise unless the state, the files beside it and the metrics agree."""
     each = asked.train.batch_size * asked.train.accumulation
     samples = (state.loader or {}).get("samples")
     if (state.tokens, samples) != (state.step * each * asked.train.context, state.step * each):
         raise HeadgateError(
-            f"{str(folder / 'state.json')!r} is damaged: {state.tokens} tokens and {samples} samples are "
-            f"not those of {state.step} steps"
+            f"{str(folder / 'state.json')!r} is damaged: {state.tokens} tokens and {samples} samples do "
+            f"not match {state.step} steps"
         )
     if state.digests and set(state.digests) != set(targets):
         raise HeadgateError(f"{str(folder / 'state.json')!r} is damaged: it lacks a file's digest")
@@ -283,7 +283,7 @@ def _require_fit(file: TensorFile, targets: Mapping[str, Tensor], remedy: str) -
 
 
 def _fill(path: Path | None, targets: Mapping[str, Tensor], world: World) -> str:
-    """Fill tensors from the file that rank 0 gives; what is wrong with it, for all ranks, if anything is."""
+    """Fill tensors from the file that rank 0 names; returns what is wrong with it, on all ranks, or ''."""
     damage = ""
     if world.is_first:
         assert path is not None
@@ -307,7 +307,7 @@ def _training_tensors(decoder: Decoder, optimizer: Optimizer) -> dict[str, Tenso
 
 
 def _remove(path: Path) -> None:
-    """Whatever stands at the path; of a link, the link alone."""
+    """Remove whatever is at the path; for a link, only the link."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.is_dir():
@@ -315,7 +315,7 @@ def _remove(path: Path) -> None:
 
 
 def _flush(path: Path) -> None:
-    """Bring the entries of a folder to the disk; Windows does so by itself."""
+    """Flush a folder's entries to disk; Windows does this by itself."""
     if os.name == "nt":
         return
     handle = os.open(path, os.O_RDONLY)

@@ -1,7 +1,7 @@
-"""One process or many: what the loop needs to know of the others, and the model spread over them.
+"""One process or many: what the loop needs to know about the others, and the model spread across them.
 
 A job is started with torchrun, which tells each process its place. Every rank takes its share of each global
-batch, so neither the batch nor the order of the data depends on how many there are.
+batch, so neither the batch nor the order of the data depends on the number of processes.
 """
 
 import itertools
@@ -28,7 +28,7 @@ _joined = itertools.count()
 
 @dataclass(frozen=True)
 class World:
-    """This process's place among those of the job."""
+    """This process's place in the job."""
 
     rank: int
     size: int
@@ -39,16 +39,16 @@ class World:
         return self.rank == 0
 
     def share(self, batch_size: int) -> int:
-        """This rank's sequences of a global batch."""
+        """How many sequences of a global batch this rank takes."""
         if batch_size % self.size:
             raise HeadgateError(
-                f"batch_size={batch_size} cannot be shared out evenly over {self.size} processes; "
-                "choose a multiple of their number, and more accumulation if that is too much memory"
+                f"batch_size={batch_size} cannot be shared evenly among {self.size} processes; "
+                "choose a multiple of their number, with more accumulation if that takes too much memory"
             )
         return batch_size // self.size
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """The sums over all ranks, in double precision; also the point where they wait for one another."""
+        """The sums over all ranks, in double precision; also a point where the ranks wait for one another."""
         if self.size == 1:
             return list(values)
         return self.sum_tensor(torch.tensor(values, dtype=torch.float64)).tolist()
@@ -61,7 +61,7 @@ class World:
         return values.cpu()
 
     def on_first(self, act: Callable[[], T]) -> T:
-        """What `act` returns on rank 0, for all; its error is everybody's."""
+        """What `act` returns on rank 0, for all ranks; if it fails there, every rank raises."""
         if self.size == 1:
             return act()
         outcome: list[Any] = [None, None]
@@ -79,14 +79,14 @@ class World:
     def wrap(self, decoder: Decoder, *, shard: bool, precision: str = "fp32") -> nn.Module:
         """The module whose forward and backward passes keep the ranks together.
 
-        Sharded weights are gathered in the precision they are multiplied in, gradients summed in fp32. What
-        goes from layer to layer is left as it is: the tables of RoPE would not bear rounding.
+        Sharded weights are gathered in the precision they are multiplied in; gradients are summed in fp32.
+        Activations between layers keep their precision: the RoPE tables would not survive rounding.
         """
         if shard:
             if not dist.is_initialized():
                 raise HeadgateError(
-                    "--shard shares the weights out over processes, but there is only this one; start it "
-                    "with torchrun, or leave the option out"
+                    "--shard spreads the weights across processes, but there is only one; start it with "
+                    "torchrun, or drop the option"
                 )
             from torch.distributed.device_mesh import init_device_mesh
             from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -108,14 +108,14 @@ class World:
 
 @contextmanager
 def join(device: str | None) -> Iterator[World]:
-    """Join the job that torchrun has started, if it has; leave it at the end."""
+    """Join the job that torchrun started, if it did; leave it at the end."""
     chosen = _device(device)
     if "RANK" not in os.environ:
         yield World(0, 1, chosen)
         return
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         value = os.environ.get(name, "")
-        if not value if name == "MASTER_ADDR" else not value.isdecimal():
+        if not value if name == "MASTER_ADDR" else not value.isdecimal() or len(value) > 9:
             raise HeadgateError(
                 f"RANK={os.environ['RANK']} is set, as torchrun sets it, but {name} is {value!r}; start the "
                 "job with torchrun, or unset RANK"
@@ -133,7 +133,7 @@ def join(device: str | None) -> Iterator[World]:
         torch.cuda.set_device(chosen)
     backend = "nccl" if chosen.type == "cuda" else "gloo"
     store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
-    # torchrun keeps one store over its restarts, where the addresses of the dead would still be found; and
+    # torchrun keeps one store across its restarts, where dead processes' addresses would still be found; and
     # a process may join more than once, for one run after another.
     attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{next(_joined)}"
     store = PrefixStore(f"headgate {attempt}", store)
@@ -146,7 +146,7 @@ def join(device: str | None) -> Iterator[World]:
 
 
 def hold_gradients(model: nn.Module, *, hold: bool) -> AbstractContextManager[None]:
-    """While gradients accumulate, they are exchanged once, with the last forward and backward pass."""
+    """While gradients accumulate, exchange them only once, in the last forward and backward pass."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         context: AbstractContextManager[None] = model.no_sync() if hold else nullcontext()
         return context
@@ -159,14 +159,14 @@ def hold_gradients(model: nn.Module, *, hold: bool) -> AbstractContextManager[No
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor on the CPU, gathered from all ranks if it is shared out; every rank must ask for it."""
+    """A tensor on the CPU, gathered from all ranks if it is sharded; every rank must call it."""
     if hasattr(tensor, "full_tensor"):
         tensor = tensor.full_tensor()
     return tensor.detach().cpu().contiguous()
 
 
 def fill(target: Tensor, values: Tensor | None, world: World) -> None:
-    """Copy what rank 0 has in `values`, the others giving None, into `target`, shared out or not."""
+    """Copy rank 0's `values` (None on the others) into `target`, sharded or not."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     if values is None:
@@ -188,7 +188,7 @@ def _device(name: str | None) -> torch.device:
     try:
         device = torch.device(f"cuda:{index}" if name == "cuda" else name)
     except RuntimeError as error:
-        raise HeadgateError(f"device={name!r} is not a device; expected such as cpu or cuda") from error
+        raise HeadgateError(f"device={name!r} is not a device; expected one such as cpu or cuda") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise HeadgateError(f"device={name!r} is not available: PyTorch finds no GPU here; use cpu")
     try:

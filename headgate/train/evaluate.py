@@ -1,4 +1,4 @@
-"""Evaluation: the loss over fixed tokens, where in the context it falls, and what the gates do meanwhile."""
+"""Evaluation: the loss over fixed tokens, how it varies with position, and what the gates do meanwhile."""
 
 import math
 import os
@@ -30,14 +30,14 @@ from headgate.train.distributed import World, join
 from headgate.train.folder import RunFolder, describe_data, read_config, read_data
 
 FIRST_TOKENS = 24
-"""Of a document, to know it by."""
+"""Enough of a document's beginning to recognise it."""
 DOCUMENTS = "documents.safetensors"
 """The file of a run folder with the loss of each validation document."""
 
 
 @dataclass(frozen=True)
 class PositionLoss:
-    """The mean loss of the tokens at positions `first` up to, not including, `end`."""
+    """The mean loss of the tokens at positions from `first` up to but not including `end`."""
 
     first: int
     end: int
@@ -46,7 +46,7 @@ class PositionLoss:
 
 @dataclass(frozen=True)
 class GateStatistics:
-    """A layer's gate over the first batch: values at or near 0 and 1 are heads closed and open."""
+    """One layer's gate over the first batch; values at or near 0 and 1 are closed and open heads."""
 
     layer: int
     mean: float
@@ -62,7 +62,7 @@ class GateStatistics:
 
 @dataclass(frozen=True)
 class DistanceAnswers:
-    """The answers whose key last stood `first` up to, not including, `end` tokens before the query."""
+    """The answers whose key last appeared `first` to `end` - 1 tokens before the query."""
 
     first: int
     end: int
@@ -73,7 +73,7 @@ class DistanceAnswers:
 
 @dataclass(frozen=True)
 class PairsAnswers:
-    """The answers in samples with so many pairs of key and value."""
+    """The answers in samples with this many key-value pairs."""
 
     pairs: int
     tokens: int
@@ -83,7 +83,7 @@ class PairsAnswers:
 
 @dataclass(frozen=True)
 class Answers:
-    """Of data whose loss mask picks out answers, such as a task's: how many were the likeliest token."""
+    """For data whose loss mask marks answers, as a task's does: how many were the likeliest token."""
 
     accuracy: float
     by_distance: tuple[DistanceAnswers, ...]
@@ -95,20 +95,20 @@ class Evaluation:
     tokens: int
     """How many were predicted."""
     loss: float
-    """Mean cross-entropy in nats a token."""
+    """Mean cross-entropy in nats per token."""
     perplexity: float | None
-    """exp(loss); None when that is beyond a float."""
+    """exp(loss); None when that overflows a float."""
     bits_per_byte: float | None
-    """Through the split's bytes a token; None when its bytes are unknown."""
+    """From the split's bytes per token; None when its bytes are unknown."""
     by_position: tuple[PositionLoss, ...]
     gates: tuple[GateStatistics, ...]
     answers: Answers | None = None
-    """Where the split has a loss mask."""
+    """Present if the split has a loss mask."""
     documents: "DocumentLosses | None" = None
-    """Of each document, if that was asked for and the documents are known."""
+    """Per document, if asked for and if the documents are known."""
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON, which knows no NaN: a number that is not finite becomes null. Without the documents."""
+        """For JSON, which has no NaN: a number that is not finite becomes null. Leaves out the documents."""
         plain: dict[str, Any] = finite(asdict(replace(self, documents=None)))
         plain.pop("documents")
         return plain
@@ -116,14 +116,14 @@ class Evaluation:
 
 @dataclass(frozen=True, eq=False)
 class DocumentLosses:
-    """The loss of each document of a split in which a target counts, in the order of the split."""
+    """The loss of each document of a split with at least one target that counts, in the split's order."""
 
     loss: np.ndarray
-    """float64: nats, summed over the document's targets that count."""
+    """float64: nats, summed over the document's counted targets."""
     tokens: np.ndarray
-    """int64: how many those are."""
+    """int64: how many targets count."""
     document: np.ndarray
-    """int64: the document's number in the split; rising."""
+    """int64: the document's number in the split, ascending."""
 
 
 def evaluate(
@@ -140,9 +140,9 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate the first `tokens` tokens (whole windows, at least one), or all; every rank must call it.
 
-    `batch_size` is the number of windows of one forward pass over all ranks. `by_document` adds the loss of
+    `batch_size` is the number of windows in one forward pass over all ranks. `by_document` adds the loss of
     each document, over the first `document_tokens` tokens or all. Where the windows keep documents apart,
-    `positions` says how those of the tokens count, and losses by position are by that in the document.
+    `positions` says how positions are counted, and losses by position use the position in the document.
     """
     world = world or World(0, 1, next(decoder.parameters()).device)
     count = _whole_windows(windows, tokens)
@@ -160,7 +160,7 @@ def evaluate(
     with torch.no_grad():
         for first, end in passes:
             mine = first + world.rank * share + np.arange(share)
-            # Where the windows run out a rank computes one in vain: shared-out weights need every rank.
+            # When the windows run out, a rank computes one for nothing: sharded weights need every rank.
             inside, mine = torch.from_numpy(mine < end).to(world.device), np.minimum(mine, end - 1)
             x, targets = (t.to(world.device) for t in windows.read(mine))
             targets[~inside] = IGNORED
@@ -214,7 +214,7 @@ def evaluate(
 
 
 def _positions(documents: Tensor | None, x: Tensor) -> Tensor:
-    """Of all tokens (B*T), their positions in their documents."""
+    """The position in its document of every token (B*T)."""
     places = torch.arange(x.shape[1]).expand_as(x)
     starts = None if documents is None else document_starts(documents)
     return (places if starts is None else places - starts).flatten()
@@ -238,7 +238,7 @@ class _DocumentSums:
         self.sums.index_add_(1, numbers, values)
 
     def total(self) -> DocumentLosses:
-        """Over all ranks."""
+        """The sums over all ranks."""
         loss, tokens = self.world.sum_tensor(self.sums)
         seen = torch.nonzero(tokens).squeeze(1)
         return DocumentLosses(loss[seen].numpy(), tokens[seen].long().numpy(), seen.numpy())
@@ -255,8 +255,8 @@ def write_document_losses(run: str | os.PathLike[str], losses: DocumentLosses) -
 
 
 def read_document_losses(run: str | os.PathLike[str]) -> DocumentLosses | None:
-    """What the last evaluation of a run kept of each validation document; None if it kept nothing: the run is
-    not finished, is of an earlier version, or its data has no index of documents."""
+    """The loss of each validation document in a run's last evaluation; None if none were kept: the run is not
+    finished, was made by an earlier version, or its data has no index of documents."""
     path = Path(run) / DOCUMENTS
     if kind(path) == "missing":
         return None
@@ -265,21 +265,21 @@ def read_document_losses(run: str | os.PathLike[str]) -> DocumentLosses | None:
     types = {name: values.dtype for name, values in found.items()}
     if types != expected or len({values.shape for values in found.values()}) > 1 or found["loss"].ndim != 1:
         raise HeadgateError(
-            f"{str(path)!r} does not hold the losses of documents; expected loss, tokens and document, of "
-            "one length each"
+            f"{str(path)!r} does not hold the losses of documents; expected loss, tokens and document, all "
+            "of one length"
         )
     return DocumentLosses(*(found[name].numpy() for name in expected))
 
 
 def _answer_groups(windows: Windows) -> tuple[AnswerGroup, ...]:
-    """Those of a task, or one for each bin of distances."""
+    """A task's own groups, or one for each bin of distances."""
     return windows.answer_groups or tuple(AnswerGroup(place) for place in position_bins(windows.length))
 
 
 def _by_group(
     x: Tensor, targets: Tensor, loss: Tensor, right: Tensor, marks: np.ndarray | None, groups: int
 ) -> Tensor:
-    """Sums over the answers of each group; without marks the distances are searched for."""
+    """Sums over the answers in each group; without marks the distances are computed here."""
     asked = (targets != IGNORED).cpu()
     if marks is not None:
         group = torch.from_numpy(marks)[asked] - 1
@@ -299,7 +299,7 @@ def _answers(sums: Tensor, groups: tuple[AnswerGroup, ...]) -> Answers:
         tokens, loss, right = of_kind.tolist()
         return int(tokens), loss / max(1.0, tokens), right / max(1.0, tokens)
 
-    # At distance 0 are those whose key was not seen before.
+    # Answers at distance 0 have a key that was not seen before.
     places = sorted({group.distance for group in groups if group.distance is not None and group.distance[0]})
     counts = sorted({group.pairs for group in groups if group.pairs is not None})
     total, _, right = sums.sum(1).tolist()
@@ -337,8 +337,8 @@ def open_run(
     data: str | os.PathLike[str] | None = None,
     context: int | None = None,
 ) -> OpenedRun:
-    """A checkpoint of a run folder (`which`: last, best or a step) and a split of the data it was trained
-    on, or of any other data in its tokens, in sequences as long as in training unless `context` says
+    """A checkpoint of a run folder (`which`: last, best or a step) and a split of its training data, or of
+    other data in the same tokens, in sequences as long as in training unless `context` says
     otherwise."""
     settings, record = read_config(run), read_data(run)
     folder = checkpoint.find(RunFolder(run), which)
@@ -348,7 +348,7 @@ def open_run(
         if describe_data(record.folder, *trained_on).fingerprint != record.fingerprint:
             raise HeadgateError(
                 f"{record.folder!r} is no longer the data that {str(run)!r} was trained on; say with --data "
-                "where that is now, or which other to take"
+                "where it is now, or which other data to use"
             )
     else:
         _refuse_other_tokens(Path(run), data)
@@ -359,11 +359,11 @@ def open_run(
 
 
 def _refuse_other_tokens(run: Path, data: str | os.PathLike[str]) -> None:
-    """Raise if the data was prepared with another tokenizer than the run's: its tokens mean other words."""
+    """Raise if the data was prepared with a tokenizer other than the run's: its tokens mean other words."""
     manifest, own = read_manifest(data), run / "tokenizer.json"
     if manifest is not None and own.is_file() and manifest.tokenizer.sha256 != sha256(own):
         raise HeadgateError(
-            f"{str(data)!r} was prepared with another tokenizer than {str(run)!r}; prepare it with "
+            f"{str(data)!r} was prepared with a different tokenizer from {str(run)!r}; prepare it with "
             f"--tokenizer {own}"
         )
 
@@ -380,7 +380,7 @@ def evaluate_run(
     by_document: int = 0,
 ) -> dict[str, Any]:
     """Evaluate a checkpoint of a run folder (`which`: last, best or a step) on a split of its data, or any
-    other model on the data given. `by_document` adds so many of the hardest and of the easiest documents."""
+    other model on the given data. `by_document` adds this many of the hardest and easiest documents."""
     for name, value in (("tokens", tokens), ("context", context)):
         if value is not None and value < 1:
             raise HeadgateError(f"{name}={value} is too small; expected at least 1, or none for all")
@@ -394,7 +394,7 @@ def evaluate_run(
         positions = "document"
         if data is None or context is None:
             raise HeadgateError(
-                f"{str(run)!r} is a model and no run, so it has no data and context of its own; give --data "
+                f"{str(run)!r} is a model, not a run, so it has no data or context of its own; give --data "
                 "and --context"
             )
         _check_vocabulary(folder, data)
@@ -418,8 +418,8 @@ def evaluate_run(
     if by_document:
         if result.documents is None:
             raise HeadgateError(
-                f"the documents of split {split!r} are unknown: its shards have no index; leave "
-                "--by-document out"
+                f"the documents of split {split!r} are unknown because its shards have no index; drop "
+                "--by-document"
             )
         found["documents"] = _extremes(result.documents, windows, by_document, run, data)
     return found
@@ -432,7 +432,7 @@ def _extremes(
     run: str | os.PathLike[str],
     data: str | os.PathLike[str] | None,
 ) -> dict[str, Any]:
-    """The hardest and the easiest documents by their mean loss, each with how it begins."""
+    """The hardest and easiest documents by mean loss, each with how it begins."""
     beside = [Path(run) / "tokenizer.json", *([] if data is None else [Path(data) / "tokenizer.json"])]
     file = next((path for path in beside if path.is_file()), None)
     tokenizer = None if file is None else Tokenizer.of_file(file)
@@ -456,15 +456,15 @@ def _check_vocabulary(model: Path, data: str | os.PathLike[str]) -> None:
     manifest, known = read_manifest(data), header_config(model).vocab_size
     if manifest is not None and manifest.tokenizer.vocab_size > known:
         raise HeadgateError(
-            f"{str(data)!r} has {manifest.tokenizer.vocab_size} kinds of tokens, and the model knows "
+            f"{str(data)!r} has {manifest.tokenizer.vocab_size} kinds of tokens, but the model knows "
             f"{known}; prepare it with the model's tokenizer"
         )
 
 
 @contextmanager
 def _uncompiled(decoder: Decoder) -> Iterator[None]:
-    """A probe is Python of its own in each layer; compiled, every layer would be compiled again for it. What
-    the ops compile for themselves stays compiled: without, FlexAttention computes all pairs."""
+    """A probe runs different Python in each layer, so a compiled decoder would recompile every layer for it.
+    What the ops compile for themselves stays compiled: otherwise FlexAttention computes all pairs."""
     compiled = [layer._compiled_call_impl for layer in decoder.layers]
     try:
         for layer in decoder.layers:
@@ -476,7 +476,7 @@ def _uncompiled(decoder: Decoder) -> Iterator[None]:
 
 
 def _moments(gate: Tensor) -> Tensor:
-    """Of each head of a gate (B,T,H): count, sum, sum of squares, how many below 0.1 and above 0.9: (5,H)."""
+    """For each head of a gate (B,T,H): count, sum, sum of squares, number below 0.1 and above 0.9: (5,H)."""
     values = (gate if has_double(gate.device) else gate.cpu()).double().flatten(0, 1)
     below, above = (values < 0.1).double(), (values > 0.9).double()
     return torch.stack([t.sum(0) for t in (torch.ones_like(values), values, values.square(), below, above)])

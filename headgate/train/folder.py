@@ -1,13 +1,13 @@
-"""The run folder: whose it is, what was asked for, and the metrics as they happen.
+"""The run folder: which run owns it, its settings, and the metrics as they are written.
 
-config.json      what decides the result, as `headgate.config.Config`
+config.json      the settings that decide the result, as `headgate.config.Config`
 data.json        which tokens it was trained on
-init.json        which weights it began with, if it was given any
+init.json        which weights it started from, if any were given
 tokenizer.json   a copy, so that the model can be used without the data
-metrics.jsonl    one JSON object a step
-checkpoints/     step-N, the latest ones and the best
+metrics.jsonl    one JSON object per step
+checkpoints/     step-N: the latest ones and the best
 documents.safetensors   the last evaluation's loss of each validation document
-summary.json     at the end
+summary.json     written at the end
 """
 
 import hashlib
@@ -33,14 +33,14 @@ from headgate.mechanisms.contract import require_registered
 from headgate.model.decoder import model_file
 
 WALL_CLOCK = ("seconds", "tokens_per_second", "memory_peak")
-"""The fields of a metrics line that the machine decides; all others come out the same in every run."""
+"""The fields of a metrics line that depend on the machine; all others come out the same in every run."""
 SMALL = ("config.json", "data.json", "init.json", "tokenizer.json")
-"""What a run writes as it begins."""
+"""What a run writes when it starts."""
 IN_SUMMARY = ("tokens", "tokens_per_second", "memory_peak", "skipped", "versions", "machine")
 IN_FINAL = ("loss", "bits_per_byte", "by_position", "answers")
-"""What is read again of summary.json."""
+"""The parts of summary.json that are read back."""
 LEFTOVER = re.compile(r"\.(step-\d{8}|[a-z]+\.(json|safetensors)\.\d+)\.tmp")
-"""What a killed process was writing."""
+"""Files that a killed process was still writing."""
 
 
 @dataclass(frozen=True)
@@ -48,18 +48,18 @@ class DataRecord:
     """Which tokens a run is trained on."""
 
     folder: str
-    """Where they were; they may move."""
+    """Where they were; they may have moved."""
     fingerprint: str
-    """Of the shards' checksums, or of their names and sizes where there are none."""
+    """A digest of the shards' checksums, or of their names and sizes if there are none."""
     vocab_size: int | None
-    """Entries of the tokenizer; unknown without a manifest."""
+    """Entries in the tokenizer; unknown without a manifest."""
     train_tokens: int
     val_tokens: int
 
 
 @dataclass(frozen=True)
 class InitRecord:
-    """Which weights a run begins with, instead of random ones."""
+    """Which weights a run starts from, instead of random ones."""
 
     file: str
     """Where they were; needed again only if the run stops before its first checkpoint."""
@@ -90,7 +90,7 @@ def describe_data(folder: str | os.PathLike[str], train: Split, val: Split) -> D
 
 
 def check_fit(asked: Config, record: DataRecord, *splits: Split) -> None:
-    """Raise, before anything is written, if the model has too few entries or a split too few tokens."""
+    """Raise, before anything is written, if the model has too few entries or a split has too few tokens."""
     if record.vocab_size is not None and asked.model.vocab_size < record.vocab_size:
         raise HeadgateError(
             f"model.vocab_size={asked.model.vocab_size} is too small for the data, whose tokenizer has "
@@ -114,7 +114,7 @@ class RunFolder:
         return (self.path / "config.json").is_file()
 
     def refuse_strangers(self) -> None:
-        """Raise if the path is taken by something that is no run; nothing is touched."""
+        """Raise if the path is taken by something other than a run; nothing is touched."""
         found = files.kind(self.path)
         if found not in ("missing", "a folder"):
             raise HeadgateError(
@@ -122,16 +122,16 @@ class RunFolder:
             )
         if found == "missing" or self.begun:
             return
-        ours = {*SMALL, "checkpoints", "metrics.jsonl"}  # of a run that was killed as it began
+        ours = {*SMALL, "checkpoints", "metrics.jsonl"}  # left by a run that was killed as it started
         strangers = sorted(p.name for p in self.path.iterdir() if p.name[0] != "." and p.name not in ours)
         if strangers:
             raise HeadgateError(
-                f"{str(self.path)!r} holds {strangers[0]!r} and no config.json, so it is no run; "
+                f"{str(self.path)!r} holds {strangers[0]!r} but no config.json, so it is not a run; "
                 "choose another folder"
             )
 
     def claim(self, asked: Config, data: DataRecord, init: InitRecord | None = None) -> None:
-        """Make the folder this run's own, or refuse when it is another's."""
+        """Make the folder this run's own, or refuse if it is another's."""
         if self.begun:
             self.refuse_another(asked, data, init)
             files.own_folder(self.checkpoints)
@@ -144,10 +144,10 @@ class RunFolder:
         config.save(data, self.path / "data.json")
         if init is not None:
             config.save(init, self.path / "init.json", seal=True)
-        config.save(asked, self.path / "config.json")  # last: a folder that has it is whole
+        config.save(asked, self.path / "config.json")  # last: a folder that has it is complete
 
     def forget(self) -> None:
-        """Take back what `claim` wrote, for a run that could not begin."""
+        """Remove what `claim` wrote, for a run that could not start."""
         self.close()
         for name in (*SMALL, "metrics.jsonl"):
             (self.path / name).unlink(missing_ok=True)
@@ -166,8 +166,8 @@ class RunFolder:
         )
         if found:
             raise HeadgateError(
-                f"{str(self.path)!r} is a run with {'; '.join(found)}; choose another folder, or go on with "
-                f"its own settings: headgate train --out {self.path}"
+                f"{str(self.path)!r} is a run with {'; '.join(found)}; choose another folder, or resume it "
+                f"with its own settings: headgate train --out {self.path}"
             )
         self._refuse_another_init(init)
 
@@ -177,8 +177,8 @@ class RunFolder:
         if init is not None and (begun is None or begun.sha256 != init.sha256):
             what = "random weights" if begun is None else f"the weights of {begun.file!r}"
             raise HeadgateError(
-                f"{str(self.path)!r} is a run that began with {what}, and not with those of {init.file!r}; "
-                "choose another folder, or leave --init out"
+                f"{str(self.path)!r} is a run that started from {what}, not from those of {init.file!r}; "
+                "choose another folder, or drop --init"
             )
 
     def init(self) -> InitRecord | None:
@@ -186,18 +186,18 @@ class RunFolder:
         return None if files.is_missing(path) else config.load(InitRecord, path)
 
     def check_metrics(self, size: int, digest: str) -> None:
-        """Raise unless metrics.jsonl still begins with the bytes that it had at a checkpoint."""
+        """Raise unless metrics.jsonl still begins with the bytes it had at a checkpoint."""
         path, found = self.path / "metrics.jsonl", xxhash.xxh3_128()
         with files.open_to_read(path) as file:
             while size and (piece := file.read(min(size, 1 << 20))):
                 found.update(piece)
                 size -= len(piece)
         if size or found.hexdigest() != digest:
-            raise HeadgateError(f"{str(path)!r} has lost or changed lines of steps that are done")
+            raise HeadgateError(f"{str(path)!r} has lost or changed lines of completed steps")
 
     def open_metrics(self, step: int) -> None:
-        """Go on with the metrics after `step`: lines of later steps, and a torn one, are cut off."""
-        # Without a buffer: a line is out when it is logged, and none is left to fail again on closing.
+        """Continue the metrics after `step`: lines of later steps, and any torn line, are cut off."""
+        # Unbuffered: a line is written when it is logged, and none is left to fail again on closing.
         self._metrics = files.open_own(self.path / "metrics.jsonl")
         self._metrics.seek(0)
         self._metrics_bytes, self._metrics_digest = 0, xxhash.xxh3_128()
@@ -221,21 +221,21 @@ class RunFolder:
         self._metrics_digest.update(line)
 
     def sync_metrics(self) -> tuple[int, str]:
-        """Bring the metrics to the disk; how long they are, and their digest."""
+        """Flush the metrics to disk; returns their length and digest."""
         assert self._metrics is not None
         os.fsync(self._metrics.fileno())
         return self._metrics_bytes, self._metrics_digest.hexdigest()
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """The end of the run, sealed, with how the metrics looked at it."""
+        """Write the end of the run, sealed, with the state of the metrics at that point."""
         size, digest = self.sync_metrics()
         whole = {**summary, "metrics_bytes": size, "metrics_digest": digest}
         files.write_sealed(self.summary, whole)
 
     def read_summary(self) -> dict[str, Any]:
-        """What a finished run has to say; raises where it, or the metrics behind it, are no longer what was
+        """The summary of a finished run; raises if it, or the metrics behind it, are no longer what was
         written."""
-        again = "delete it, and the command that trained the run writes it again"
+        again = "delete it, and the command that trained the run will write it again"
         try:
             summary = files.read_sealed(self.summary)
         except HeadgateError as error:
@@ -250,7 +250,7 @@ class RunFolder:
                 self.check_metrics(summary["metrics_bytes"], summary["metrics_digest"])
             except HeadgateError as error:
                 raise HeadgateError(
-                    f"{error}; bring back a copy, or delete {str(self.path)!r} and train it again"
+                    f"{error}; restore a copy, or delete {str(self.path)!r} and train it again"
                 ) from error
         return summary
 
@@ -271,7 +271,7 @@ def read_config(run: str | os.PathLike[str]) -> Config:
     for needed in (path, path.with_name("data.json")):  # a converted model has a config.json too
         what = files.kind(needed)
         if what:
-            raise HeadgateError(f"{str(run)!r} is no run folder: {needed.name} in it is {what}")
+            raise HeadgateError(f"{str(run)!r} is not a run folder: {needed.name} in it is {what}")
     found = config.load(Config, path)
     require_registered(found.model, run)
     return found
@@ -288,12 +288,12 @@ def read_evaluations(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
         validation = line["validation"]
         if not {"tokens", "seconds", "gates"} <= line.keys() or "loss" not in (validation or ()):
             path = Path(run) / "metrics.jsonl"
-            raise HeadgateError(f"{str(path)!r} is damaged at step {line['step']}: bring back a copy of it")
+            raise HeadgateError(f"{str(path)!r} is damaged at step {line['step']}: restore a copy of it")
     return lines
 
 
 def read_metrics(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The lines of a run's metrics; a line that is being written just now is left out."""
+    """The lines of a run's metrics, leaving out one that is still being written."""
     path = Path(run) / "metrics.jsonl"
     if files.kind(path):
         return []
@@ -308,7 +308,7 @@ def read_metrics(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def last_step(run: str | os.PathLike[str]) -> int:
-    """The step of the last whole line of a run's metrics, 0 if there is none; reads no more than the end."""
+    """The step of the last complete line of a run's metrics, 0 if there is none; reads only the end."""
     try:
         with files.open_to_read(Path(run) / "metrics.jsonl") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 65_536))
@@ -320,7 +320,7 @@ def last_step(run: str | os.PathLike[str]) -> int:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """A whole line of metrics, or None if it is torn."""
+    """A complete line of metrics, or None if it is torn."""
     if not line.endswith(b"\n"):
         return None
     try:

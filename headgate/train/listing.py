@@ -1,4 +1,4 @@
-"""What `headgate runs` prints: the runs below a folder, how far they are and how well they do."""
+"""What `headgate runs` prints: the runs below a folder, how far they have come and how well they do."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def print_runs(folder: str | os.PathLike[str], *, as_json: bool) -> None:
         print(json.dumps(runs, allow_nan=False))
         return
     if not runs:
-        raise HeadgateError(f"{str(folder)!r} holds no run, nor does a folder below it")
+        raise HeadgateError(f"{str(folder)!r} holds no run, and neither does any folder below it")
     table = Table(
         "run", "mechanism", "seed", "step", "validation loss", "time", "state", box=None, pad_edge=False
     )
@@ -71,7 +71,7 @@ def _describe(path: Path) -> dict[str, Any]:
 
 
 def _state(run: RunFolder) -> str:
-    """Whether a process works on a run that is not finished, as its lock tells."""
+    """Whether a process is working on an unfinished run, as its lock shows."""
     lock = run.path / ".lock"
     if files.kind(lock, follow=False):
         return "stopped"

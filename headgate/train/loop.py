@@ -1,11 +1,11 @@
-"""The loop: from a config and prepared shards to a run folder, and on from where an earlier process left it.
+"""The loop: from a config and prepared shards to a run folder, resuming where an earlier process stopped.
 
 A step takes `accumulation` forward passes of `batch_size` sequences, over all processes; its loss is the mean
-over every target among them that counts. After the step come, when they are due, the evaluation, the line of
-metrics.jsonl and the checkpoint, in this order: what a checkpoint holds has been logged before.
+over every target that counts. After the step come, when due, the evaluation, the line of
+metrics.jsonl and the checkpoint, in this order: whatever a checkpoint holds has already been logged.
 
 Everything that a step depends on besides the weights (data, learning rate, random numbers) is a function of
-its number, so a run that was killed and resumed is the run that was not.
+the step number, so a run that is killed and resumed is identical to one that is not.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from headgate import config, files, ops
-from headgate.config import Config, ModelConfig, RunOptions
+from headgate.config import Config, RunOptions
 from headgate.data.loader import IGNORED, Loader, validation_windows
 from headgate.data.shards import Split, open_split
 from headgate.errors import HeadgateError
@@ -74,15 +74,15 @@ def train(
     *,
     init: str | os.PathLike[str] | None = None,
 ) -> Outcome:
-    """Train into the run folder `out`, or go on with the run that it holds.
+    """Train into the run folder `out`, or resume the run that it holds.
 
-    A new run begins with the weights in `init`, if given: what `headgate.load` reads.
+    A new run starts from the weights in `init`, if given: anything `headgate.load` reads.
     """
     options = options or RunOptions()
     keep_memory()
     check_trackers(options.track)
     with join(options.device) as world, ExitStack() as stack:
-        world.share(asked.train.batch_size)  # or one sentence about what cannot be shared out
+        world.share(asked.train.batch_size)  # raises if the batch cannot be shared evenly
         splits = [open_split(data, name, verify=world.is_first) for name in ("train", "val")]
         record = describe_data(data, *splits)
         check_fit(asked, record, *splits)
@@ -93,7 +93,7 @@ def train(
                 steps = f"all {asked.train.steps:,} steps are done"
                 print(f"{str(run.path)!r} is finished: {steps}", file=sys.stderr)
             return Outcome(asked.train.steps, None)
-        refuse_too_large(asked.model, world, shard=options.shard)
+        refuse_too_large(asked, world, shard=options.shard)
         decoder = Decoder(asked.model, seed=asked.seed)
         first = world.on_first(lambda: _claim(run, asked, record, init, decoder, stack))
         trainer = Trainer(asked, options, world, run, decoder, splits)
@@ -111,7 +111,7 @@ class Trainer:
         decoder: Decoder,
         splits: Sequence[Split],
     ) -> None:
-        """`splits` are those to train on and to evaluate on."""
+        """`splits` are the one to train on and the one to evaluate on."""
         self.config, self.options, self.world, self.folder = asked, options, world, run
         self.decoder = decoder.to(world.device)
         self.decoder.recompute = options.recompute
@@ -119,7 +119,7 @@ class Trainer:
             for layer in self.decoder.layers:
                 layer.compile()
             for mechanism in mechanisms_of(self.decoder):
-                # Documents one at a time have ever other lengths, and each would be compiled anew.
+                # Documents taken one at a time keep changing length, and each length would be compiled anew.
                 vars(mechanism)["_run_by_document"] = torch.compiler.disable(mechanism._run_by_document)
         self.model = world.wrap(self.decoder, shard=options.shard, precision=asked.train.precision)
         self.optimizer = make_optimizer(self.decoder, asked.train)
@@ -128,8 +128,8 @@ class Trainer:
         self._paths_before = Counter(ops.paths_taken())
 
     def resume(self, first: Path | None) -> None:
-        """Begin where the folder's latest checkpoint ends, or else with the weights in `first`, which rank 0
-        gives; every rank must call it."""
+        """Start from the folder's latest checkpoint, or else from the weights in `first`, which rank 0
+        names; every rank must call it."""
         train, world = self.config.train, self.world
         self.state = checkpoint.restore(self.folder, self.config, self.decoder, self.optimizer, world)
         if first is not None and not self.state.step:
@@ -190,7 +190,7 @@ class Trainer:
         return Outcome(self.state.step, None)
 
     def step(self, stop: "Stop") -> tuple[dict[str, Any], int, bool]:
-        """One optimiser step: its line of metrics, the signal that asks to stop after it, whether to save."""
+        """One optimiser step: its line of metrics, the signal asking to stop after it, whether to save."""
         train, world, number = self.config.train, self.world, self.state.step + 1
         torch.manual_seed(_step_seed(self.config.seed, number, world.rank))
         batches = [next(self.loader) for _ in range(train.accumulation)]
@@ -214,7 +214,7 @@ class Trainer:
                 loss.backward()
             loss_sum += loss.detach()
         late = time.monotonic() - self._saved_at > 60 * self.options.save_minutes
-        # The ranks must agree on when to stop and to save, and they meet here anyway to add up the loss.
+        # The ranks must agree on when to stop and save, and they meet here anyway to add up the loss.
         total, stopping, save = world.sum([loss_sum.item(), stop.signal > 0, late and world.is_first])
         loss_value = total / world.size
         norm = gradient_norm(self.parameters)
@@ -251,7 +251,7 @@ class Trainer:
         return line, (stop.signal or signal.SIGTERM) if stopping else 0, bool(save)
 
     def save(self) -> None:
-        """Write the checkpoint of the present step, unless there is one."""
+        """Write the checkpoint of the current step, unless it exists."""
         if self.saved_step == self.state.step:
             return
         state = replace(
@@ -267,7 +267,7 @@ class Trainer:
         self.state = replace(state, saving_seconds=state.saving_seconds + self._lap())
 
     def _evaluate(self, line: dict[str, Any], progress: Progress) -> bool:
-        """Add the evaluation to the line; whether it is the best so far."""
+        """Add the evaluation to the line; returns whether it is the best so far."""
         train = self.config.train
         result = evaluate(
             self.decoder,
@@ -316,18 +316,18 @@ class Trainer:
             f"device {self.world.device}, processes {self.world.size}, threads {torch.get_num_threads()}"
         )
         if state.step:
-            progress.say(f"going on from step {state.step:,} of {str(self.folder.path)!r}")
+            progress.say(f"resuming from step {state.step:,} of {str(self.folder.path)!r}")
             now = (torch.get_num_threads(), self.world.size)
             if now != (state.threads, state.processes):
                 progress.say(
                     f"it was saved with {state.threads} threads in each of {state.processes} processes: "
-                    "the order of additions changes, and with it the last digits"
+                    "the order of additions changes, and with it the last digits of the results"
                 )
 
     def _part(self, progress: Progress, number: int) -> None:
         progress.say(
             f"stopped by {signal.Signals(number).name} after step {self.state.step:,}, which is saved; "
-            f"go on with: headgate train --out {self.folder.path}"
+            f"resume with: headgate train --out {self.folder.path}"
         )
 
     def _finish(self, progress: Progress) -> None:
@@ -335,7 +335,7 @@ class Trainer:
         if not lines:
             raise HeadgateError(
                 f"{str(self.folder.path / 'metrics.jsonl')!r} has lost its evaluations, so no summary can be "
-                "made; the model itself is whole"
+                "made; the model itself is intact"
             )
         last = lines[-1]
         best = next((line for line in lines if line["step"] == self.state.best_step), last)
@@ -351,8 +351,8 @@ class Trainer:
     def _refuse_nonfinite(self, number: int, loss: float, norm: float) -> None:
         what = f"the gradient's norm is {norm}" if math.isfinite(loss) else f"the loss is {loss}"
         raise HeadgateError(
-            f"at step {number} {what}; {self._last_good()}: lower train.learning_rate in another run, or go "
-            "on with --on-nonfinite skip"
+            f"at step {number} {what}; {self._last_good()}: lower train.learning_rate in another run, or "
+            "continue with --on-nonfinite skip"
         )
 
     def _last_good(self) -> str:
@@ -363,7 +363,7 @@ class Trainer:
         )
 
     def _lap(self) -> float:
-        """Seconds since this was last asked."""
+        """Seconds since the last call."""
         now = time.perf_counter()
         self._clock, before = now, self._clock
         return now - before
@@ -373,16 +373,17 @@ class Trainer:
 
 
 class Stop:
-    """Whether a signal has asked the run to stop after the present step."""
+    """Whether a signal has asked the run to stop after the current step."""
 
     signal = 0
 
 
 @contextmanager
 def _signals() -> Iterator[Stop]:
-    """While inside, SIGTERM, SIGHUP and Ctrl-C only make a note; a second Ctrl-C stops at once.
+    """Inside, SIGTERM, SIGHUP and Ctrl-C are only noted; a second Ctrl-C stops at once.
 
-    Under torchrun the second comes by itself, from the terminal and from torchrun, and is not a hurry.
+    Under torchrun a second Ctrl-C arrives by itself, one from the terminal and one from torchrun, so there it
+    does not mean hurry.
     """
     stop = Stop()
 
@@ -391,7 +392,7 @@ def _signals() -> Iterator[Stop]:
             raise KeyboardInterrupt
         stop.signal = number
 
-    # A terminal that closes sends SIGHUP; under nohup it is ignored, and stays so.
+    # A closing terminal sends SIGHUP; under nohup it is ignored, and stays ignored.
     numbers = [signal.SIGINT, signal.SIGTERM]
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
@@ -411,7 +412,7 @@ def _claim(
     decoder: Decoder,
     stack: ExitStack,
 ) -> Path | None:
-    """Make the run folder ours; the file whose weights it begins with, if it has any and no checkpoint."""
+    """Claim the run folder; returns the file to start from, if the run has one and no checkpoint yet."""
     try:
         begun = None if init is None else describe_init(init)
         if begun is not None:
@@ -437,52 +438,60 @@ def _open_metrics(run: RunFolder, step: int) -> None:
         raise HeadgateError(f"{str(path)!r} cannot be written: {error.strerror}") from error
 
 
-def refuse_too_large(model: ModelConfig, world: World, *, shard: bool) -> None:
-    """Raise, before anything is allocated, if the weights and the optimiser's state cannot fit the memory."""
+def refuse_too_large(asked: Config, world: World, *, shard: bool = False) -> None:
+    """Raise, before anything is allocated, if what training holds at the very least cannot fit the memory:
+    weights, gradients and the optimiser's state, each layer's input and a step's tokens."""
+    model, train = asked.model, asked.train
     with torch.device("meta"):
         few = Decoder(replace(model, n_layers=min(model.n_layers, len(model.mechanism))))
     layers = sum(p.numel() for p in few.layers.parameters())
     parameters = few.parameter_count() + layers * (model.n_layers - len(few.layers)) // len(few.layers)
     on_gpu = world.device.type == "cuda"
     held = torch.cuda.get_device_properties(world.device).total_memory if on_gpu else memory()
+    tokens = world.share(train.batch_size) * train.context
+    number = 2 if train.precision == "bf16" else 4
     needed = 16 * parameters // (world.size if shard else 1)
+    needed += tokens * model.d_model * model.n_layers * number
+    if not on_gpu:
+        needed += tokens * train.accumulation * 16  # as they come from the loader: tokens and targets
     if needed > held:
         raise HeadgateError(
-            f"the model has {parameters:,} parameters, which take {needed / 1e9:,.0f} GB with gradients and "
-            f"optimiser, and {world.device} has {held / 1e9:,.0f} GB; headgate plan tells what fits"
+            f"a model of {parameters:,} parameters, trained on {tokens * train.accumulation:,} tokens a "
+            f"step, needs at least {needed / 1e9:,.0f} GB, and {world.device} has {held / 1e9:,.0f} GB; "
+            "headgate plan shows what fits"
         )
 
 
 def _is_finished(
     run: RunFolder, asked: Config, record: DataRecord, init: str | os.PathLike[str] | None
 ) -> bool:
-    """Whether nothing is left to do; nothing is written, since a finished run may lie on a read-only disk."""
+    """Whether nothing is left to do; writes nothing, since a finished run may be on a read-only disk."""
     if not run.begun or not run.summary.is_file():
         return False
     run.refuse_another(asked, record, None if init is None else describe_init(init))
     try:
         run.read_summary()
     except HeadgateError:
-        return False  # it is made again from the checkpoint
+        return False  # it will be made again from the checkpoint
     steps = checkpoint.saved_steps(run)
     return bool(steps) and steps[-1] >= asked.train.steps
 
 
 def _forget_unless_begun(run: RunFolder, error: BaseException | None) -> None:
-    """A run that failed before its first step leaves nothing behind that would be in the way."""
+    """A run that failed before its first step leaves nothing behind to get in the way."""
     if error is not None and not checkpoint.saved_steps(run) and not read_metrics(run.path):
         run.forget()
 
 
 def _first_weights(run: RunFolder, decoder: Decoder) -> Path | None:
-    """The file that a run without a checkpoint begins with, if not at random; it must be what it was."""
+    """The file that a run without a checkpoint starts from, if any; it must not have changed."""
     begun = run.init()
     if begun is None or checkpoint.saved_steps(run):
         return None
     if not Path(begun.file).is_file() or describe_init(begun.file) != begun:
         raise HeadgateError(
-            f"{str(run.path)!r} has no checkpoint yet, and the weights it began with are no longer in "
-            f"{begun.file!r}; put them back, or begin another run"
+            f"{str(run.path)!r} has no checkpoint yet, and the weights it started from are no longer in "
+            f"{begun.file!r}; put them back, or start another run"
         )
     checkpoint.check_init(Path(begun.file), decoder)
     return Path(begun.file)

@@ -1,8 +1,8 @@
-"""The optimiser: AdamW, or Muon for the layers' matrices beside it; and the learning rate at each step.
+"""The optimiser: AdamW, optionally with Muon for the layers' matrices; and the learning rate at each step.
 
-Every parameter has a role, found from where it stands in the decoder and not from its mechanism, and each
-role may have a learning rate of its own. Weight decay is on matrices alone and does not follow those rates:
-so from a scaled start a rate of the output projection acts as a factor on what attention puts out.
+Every parameter has a role, given by its place in the decoder and not by its mechanism, and each role may have
+its own learning rate. Weight decay applies to matrices alone and does not follow those rates: so from a
+scaled start, the output projection's rate acts as a factor on attention's output.
 """
 
 import math
@@ -28,16 +28,16 @@ ROLES = {
     "up_proj": "mlp",
     "down_proj": "mlp",
 }
-"""Name of a module of the decoder -> the role of its parameters; those of a norm have none."""
+"""Name of a decoder module -> the role of its parameters; norms have none."""
 
 
 class Part(NamedTuple):
-    """A parameter and what the optimiser has to know of it."""
+    """A parameter and what the optimiser needs to know about it."""
 
     name: str
     parameter: Tensor
     role: str
-    """One of those in ROLES, `mechanism`, or `norm`."""
+    """One of ROLES, `mechanism`, or `norm`."""
     decays: bool
 
     @property
@@ -50,8 +50,8 @@ class Part(NamedTuple):
 def parts(decoder: Decoder) -> Iterator[Part]:
     """Every parameter, once.
 
-    Matrices decay: the weights of linear maps and embeddings, and of a mechanism's other parameters, which
-    have the heads in front, those with two dimensions behind.
+    Matrices decay: the weights of linear maps and embeddings. Of a mechanism's other parameters, whose first
+    dimension is the heads, those with two further dimensions decay.
     """
     mechanisms = tuple(
         f"{name}." for name, module in decoder.named_modules() if isinstance(module, Mechanism)
@@ -71,7 +71,7 @@ def parts(decoder: Decoder) -> Iterator[Part]:
 
 
 class Optimizer:
-    """One or two of PyTorch's optimisers as one."""
+    """One or two PyTorch optimisers as one."""
 
     def __init__(self, *inner: torch.optim.Optimizer) -> None:
         self.inner = inner
@@ -97,7 +97,7 @@ def make_optimizer(decoder: Decoder, train: TrainConfig) -> Optimizer:
     groups: dict[tuple[bool, float, float], list[Tensor]] = {}
     for part in parts(decoder):
         rate = 1.0 if part.role == "norm" else float(getattr(train, f"{part.role}_rate"))
-        # PyTorch multiplies the decay by the learning rate, that is by the rate of the role too.
+        # PyTorch multiplies the decay by the learning rate, and so by the role's rate too.
         decay = train.weight_decay / rate if part.decays and rate else 0.0
         for_muon = train.optimizer == "muon" and part.orthogonal
         groups.setdefault((for_muon, decay, rate), []).append(part.parameter)
@@ -112,7 +112,7 @@ def make_optimizer(decoder: Decoder, train: TrainConfig) -> Optimizer:
     adamw = torch.optim.AdamW(
         chosen(for_muon=False), lr=train.learning_rate, betas=train.betas, eps=train.eps, fused=True
     )
-    # The state is made now and not at the first step, so that every checkpoint is alike.
+    # The state is made now rather than at the first step, so that all checkpoints have the same form.
     for parameter in chain.from_iterable(group["params"] for group in adamw.param_groups):
         adamw.state[parameter] = {
             "step": torch.zeros((), device=parameter.device),
@@ -130,7 +130,7 @@ def make_optimizer(decoder: Decoder, train: TrainConfig) -> Optimizer:
 
 
 def learning_rate(step: int, train: TrainConfig) -> float:
-    """Of step 1, 2, ..., `train.steps`: a line up to the peak, then down by the schedule."""
+    """The rate at step 1, 2, ..., `train.steps`: linear up to the peak, then down by the schedule."""
     if step <= train.warmup:
         return train.learning_rate * step / train.warmup
     if train.schedule == "constant":
@@ -147,7 +147,7 @@ def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
 
 def gradient_norm(parameters: list[Tensor]) -> float:
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    if hasattr(norm, "full_tensor"):  # the parameters are shared out over processes
+    if hasattr(norm, "full_tensor"):  # the parameters are sharded
         norm = norm.full_tensor()
     return norm.item()
 

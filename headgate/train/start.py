@@ -1,4 +1,4 @@
-"""From the words of the command line to a run: which config, which data, which folder."""
+"""From command-line arguments to a run: which config, which data, which folder."""
 
 import os
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ def start(
     init: str | os.PathLike[str] | None = None,
     options: RunOptions,
 ) -> int | None:
-    """Train what the words say; returns the signal that stopped it, None at its end."""
+    """Train as the arguments say; returns the signal that stopped the run, or None if it finished."""
     asked = _config(recipe, out)
     if init is not None:
         asked = replace(asked, model=header_config(model_file(init)))
@@ -34,7 +34,7 @@ def start(
     if data is None:
         if not (Path(out) / "data.json").is_file():
             raise HeadgateError(
-                "a new run needs tokens to train on; give --data FOLDER, one that `headgate prepare` wrote"
+                "a new run needs data to train on; give --data FOLDER, a folder that `headgate prepare` wrote"
             )
         data = read_data(out).folder
     return train(asked, data, out, options, init=init).signal
@@ -44,9 +44,9 @@ def _config(recipe: str | None, out: str | os.PathLike[str]) -> Config:
     if recipe is None:
         if not (Path(out) / "config.json").is_file():
             raise HeadgateError(
-                f"{str(out)!r} is no run to go on with; name a recipe to begin one: headgate train tiny ..."
+                f"{str(out)!r} is not a run to resume; name a recipe to start one: headgate train tiny ..."
             )
         return read_config(out)
     if "=" in recipe:
-        raise HeadgateError(f"{recipe!r} stands where the recipe does; write headgate train RECIPE {recipe}")
+        raise HeadgateError(f"{recipe!r} is in the recipe's place; write headgate train RECIPE {recipe}")
     return named_config(recipe)

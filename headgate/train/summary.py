@@ -1,4 +1,4 @@
-"""What a finished run says of itself: losses, speed, cost, and the circumstances they were measured in."""
+"""The summary of a finished run: losses, speed, cost, and the conditions they were measured under."""
 
 import platform
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from torch import nn
 
 from headgate.config import Config
 from headgate.data.loader import DocumentLengths
-from headgate.machine import processor
+from headgate.machine import describe
 from headgate.mechanisms.contract import Mechanism
 from headgate.model.decoder import Decoder
 from headgate.train.checkpoint import State
@@ -30,8 +30,8 @@ def summarise(
     world: World,
     documents: DocumentLengths | None = None,
 ) -> dict[str, Any]:
-    """`last` and `best` are the lines of metrics.jsonl of the last and the best evaluation; `documents` how
-    long the pieces are that attention stays within, if documents are masked."""
+    """`last` and `best` are the metrics lines of the last and best evaluations; `documents` holds the lengths
+    of the pieces that attention stays within, if documents are masked."""
     context = config.train.context
     return {
         "steps": state.step,
@@ -60,10 +60,7 @@ def summarise(
             **{package: version(package) for package in PACKAGES},
         },
         "machine": {
-            "system": platform.platform(),
-            "processor": processor(),
-            "device": str(world.device),
-            "device_name": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else None,
+            **describe(world.device),
             "processes": world.size,
             "threads": torch.get_num_threads(),
         },
@@ -76,8 +73,8 @@ def mechanisms_of(decoder: Decoder) -> list[Mechanism]:
 
 
 def pairs_per_token(mechanism: Mechanism, context: int, documents: DocumentLengths | None = None) -> float:
-    """Query-key pairs that a head evaluates for a token: the mean over a context, or over pieces of documents
-    of the lengths that there are. Between 64 lengths or so, which is exact enough, they are interpolated."""
+    """Query-key pairs that a head evaluates per token: the mean over a context, or over pieces of documents
+    of the given lengths. Computed at about 64 lengths, which is exact enough, and interpolated between."""
     if documents is None:
         return mechanism.pairs(context) / context
     known = documents.lengths
@@ -87,20 +84,27 @@ def pairs_per_token(mechanism: Mechanism, context: int, documents: DocumentLengt
     return float((found * documents.counts).sum() / documents.tokens)
 
 
+def pairs_by_layer(decoder: Decoder, context: int, documents: DocumentLengths | None = None) -> list[float]:
+    """`pairs_per_token` of each layer; the pattern over the layers repeats, so each part is counted once."""
+    layers, pattern = mechanisms_of(decoder), len(decoder.config.mechanism)
+    found = [pairs_per_token(mechanism, context, documents) for mechanism in layers[:pattern]]
+    return [found[n % pattern] for n in range(len(layers))]
+
+
 def flops_per_token(
     decoder: Decoder, context: int, documents: DocumentLengths | None = None
 ) -> dict[str, float]:
-    """Multiplications and additions of the forward pass, the mean over a context; training takes three times.
+    """Multiplications and additions of the forward pass, averaged over a context; training takes three times.
 
-    Two for each weight of a linear map, the output head among them, and four for each dimension of a head and
-    query-key pair. Norms, RoPE and what a mechanism does to a pair besides are left out.
+    Two for each weight of a linear map, including the output head, and four for each head dimension of each
+    query-key pair. Norms, RoPE and anything else a mechanism does to a pair are left out.
     """
     weights = sum(
         p.numel() for m in decoder.modules() if isinstance(m, nn.Linear) for p in m.parameters() if p.ndim > 1
     )
     if decoder.config.tied_embeddings:
         weights += decoder.embedding.weight.numel()
-    pairs = sum(pairs_per_token(m, context, documents) for m in mechanisms_of(decoder))
+    pairs = sum(pairs_by_layer(decoder, context, documents))
     attention = 4.0 * pairs * decoder.config.n_heads * decoder.config.head_dim
     return {"linear": 2.0 * weights, "attention": attention, "forward": 2.0 * weights + attention}
 
@@ -108,5 +112,5 @@ def flops_per_token(
 def sparsity(decoder: Decoder, context: int, documents: DocumentLengths | None = None) -> dict[str, Any]:
     """The share of the causal query-key pairs that each layer does not evaluate."""
     dense = (context + 1) / 2
-    layers = [1 - pairs_per_token(m, context, documents) / dense for m in mechanisms_of(decoder)]
+    layers = [1 - pairs / dense for pairs in pairs_by_layer(decoder, context, documents)]
     return {"context": context, "mean": sum(layers) / len(layers), "by_layer": layers}

@@ -9,7 +9,7 @@ from rich.table import Table
 
 
 def print_evaluation(result: dict[str, Any], *, as_json: bool) -> None:
-    """An evaluation of `evaluate_run`, for a person or for a program."""
+    """Print a result of `evaluate_run`, for a person or for a program."""
     if as_json:
         print(json.dumps(result, allow_nan=False))
         return
@@ -61,7 +61,7 @@ def _print_documents(found: dict[str, Any], console: Console) -> None:
 
 
 def _plain(text: str) -> str:
-    """On one line, without what a terminal would obey."""
+    """On one line, without control characters that a terminal would obey."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 

@@ -1,4 +1,4 @@
-"""Trackers: where metrics go as well as into metrics.jsonl. Each needs its own package, and says which."""
+"""Trackers: further places for metrics besides metrics.jsonl. Each needs its own package, and says which."""
 
 import importlib
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ def make_trackers(names: tuple[str, ...], run: Path, settings: Mapping[str, Any]
 
 
 def check_trackers(names: tuple[str, ...]) -> None:
-    """Raise for a tracker that is not known or not installed, before any work is done."""
+    """Raise for a tracker that is unknown or not installed, before any work is done."""
     for name in names:
         TRACKERS.get(name)
         _package(name)
@@ -51,7 +51,7 @@ class TensorBoard:
 
 
 class _Service:
-    """wandb, and trackio, which follows its interface."""
+    """wandb, and trackio, which has the same interface."""
 
     package: str
 
@@ -84,7 +84,7 @@ class Trackio(_Service):
 
 
 def flat_values(line: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a metrics line under names such as `validation/loss` and `gates/0/mean`."""
+    """The numbers in a metrics line under names such as `validation/loss` and `gates/0/mean`."""
     flat = {
         name: float(value)
         for name, value in line.items()

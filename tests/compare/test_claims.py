@@ -225,7 +225,7 @@ OWN = {"row": "Ours", "variant": "local", "metric": "loss", "printed": "4.90", "
     ("claims", "message"),
     [
         ([OWN, OWN | {"metric": "los"}], r"claims\[1\].metric='los' is not a choice; did you mean 'loss'"),
-        ([OWN | {"printed": 4.9}], r"claims\[0\].printed=4.9 is a float; expected text"),
+        ([OWN | {"printed": 4.9}], r"claims\[0\].printed=4.9 is not text"),
         ([OWN | {"printed": "much"}], "row 'Ours': printed='much' is not a figure above 0"),
         ([OWN | {"baseline_printed": "0"}], "row 'Ours': baseline_printed='0' is not a figure above 0"),
         ([OWN | {"value": "4.9"}], r"unknown key 'claims\[0\].value'"),

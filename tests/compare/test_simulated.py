@@ -1,13 +1,13 @@
 """Simulated studies: what a verdict, an interval and a detectable difference promise, they keep.
 
-`make instrument` does the same with more studies and in more worlds.
+`python benchmarks/simulated_studies.py` does the same with more studies and in more worlds.
 """
 
 import pytest
 from scipy import stats
 from simulated_studies import WORLDS, World, coverage, false_verdicts, shown
 
-STUDIES = 1000
+STUDIES = 500
 BOTH = next(world for world in WORLDS if world.name == "both")
 SEEDS_ALONE = next(world for world in WORLDS if world.name == "seeds alone")
 

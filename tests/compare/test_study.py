@@ -16,6 +16,7 @@ from waiting import HANG, wait_until
 from headgate.compare import commands as commands_module
 from headgate.compare import results as results_module
 from headgate.compare import study as study_module
+from headgate.compare.jobs import failure
 from headgate.compare.results import differences_to, study_results
 from headgate.compare.study import run_study
 from headgate.compare.tables import print_against
@@ -219,7 +220,7 @@ def test_a_crash_is_reported_and_the_rest_goes_on(data: Path, micro: Config, tmp
     assert [run["state"] for run in results["variants"][0]["runs"]] == ["finished", "finished"]
     assert [run["state"] for run in results["variants"][1]["runs"]] == ["finished", "failed"]
     reason = results["variants"][1]["runs"][1]["reason"]
-    assert "holds 'notes.txt' and no config.json" in reason
+    assert "holds 'notes.txt' but no config.json" in reason
     assert results["variants"][1]["difference"]["verdict"] == "not tested"
     assert "1 of 2 seeds failed" in (out / "results.md").read_text()
 
@@ -232,8 +233,8 @@ def test_a_crash_is_reported_and_the_rest_goes_on(data: Path, micro: Config, tmp
 def test_a_study_is_not_mixed_with_another(study: Path, micro: Config, data: Path, tmp_path: Path) -> None:
     names, _, _, settings, options = asked(study, data)
     for other_settings, other_options, message in [
-        ((*settings, "train.steps=9"), options, "train.steps=8 and not 9"),
-        (settings, StudyOptions(**{**vars(options), "budget": "seconds"}), "budget=tokens and not seconds"),
+        ((*settings, "train.steps=9"), options, "train.steps=8, not 9"),
+        (settings, StudyOptions(**{**vars(options), "budget": "seconds"}), "budget=tokens, not seconds"),
     ]:
         with pytest.raises(HeadgateError, match="is a study with") as error:
             run_study(names, data, study, other_settings, other_options)
@@ -241,7 +242,7 @@ def test_a_study_is_not_mixed_with_another(study: Path, micro: Config, data: Pat
     with pytest.raises(HeadgateError, match="'dynamic-sparse' meaning"):
         run_study(["local@dynamic-sparse"], data, study, settings, options)
     (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(HeadgateError, match=r"is taken and holds no study\.json"):
+    with pytest.raises(HeadgateError, match=r"is in use but has no study\.json"):
         run_study(names, data, tmp_path, settings, options)
     with pytest.raises(HeadgateError, match=r"has no study\.json"):
         study_results(tmp_path)
@@ -259,7 +260,7 @@ def test_what_no_run_could_train_on_is_refused_before_the_first(
         with pytest.raises(HeadgateError, match=message):
             run_study(names, data, out, [*settings, setting], options)
         assert not out.exists()
-    with pytest.raises(HeadgateError, match="cost_seconds=0 is no time to measure"):
+    with pytest.raises(HeadgateError, match="cost_seconds=0 is not a time to measure"):
         StudyOptions(cost_seconds=0)
 
 
@@ -383,6 +384,20 @@ def test_a_loss_reached_before_the_first_evaluation_says_nothing_of_when() -> No
     assert converged(5.5, 4.5)["relative"] == pytest.approx(-0.25)
     assert (converged(4.9, 4.5)["relative"], converged(4.9, 4.5)["early"]) == (None, 1)
     assert (converged(5.9, 5.5)["relative"], converged(5.9, 5.5)["reached"]) == (None, 0)
+
+
+@pytest.mark.parametrize(
+    ("log", "reason"),
+    [
+        ("step 3\nheadgate: no room\n\n", "no room"),
+        ("step 3\nSegmentation fault\n", "Segmentation fault"),
+        ("headgate (rank 2): no room\nTraceback:\n=====\nheadgate FAILED\n  rank 0\n=====\n", "no room"),
+        ("", "it wrote nothing"),
+    ],
+)
+def test_why_a_run_failed(log: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(log)
+    assert failure(tmp_path / "log") == reason
 
 
 def test_crossovers_are_found_by_measuring() -> None:

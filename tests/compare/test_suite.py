@@ -76,9 +76,9 @@ def test_it_resumes_without_training_anew(suite: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"rates": "0.01"}, r"rates=\(0.01, 0.02\) and not \(0.01,\)"),
+        ({"rates": "0.01"}, r"rates=\(0.01, 0.02\), not \(0.01,\)"),
         ({"tasks": TASK.replace("keys=6", "keys=7") + " " + TASK}, None),
-        ({"rates": "fast"}, "rates='fast' are not different numbers above 0"),
+        ({"rates": "fast"}, "rates='fast' must be different numbers above 0"),
         ({"tasks": "mkar"}, "unknown task 'mkar'; did you mean 'mqar'?"),
         ({"tasks": f"{TASK} {TASK}"}, "is named twice"),
     ],
@@ -92,7 +92,7 @@ def test_what_does_not_fit_is_refused(suite: Path, changed: dict[str, str], word
 
 
 def test_settings_that_differ_are_refused(suite: Path) -> None:
-    with pytest.raises(HeadgateError, match=r"model\.d_mlp=32 and not 64"):
+    with pytest.raises(HeadgateError, match=r"model\.d_mlp=32, not 64"):
         run_suite(["full@<b>all</b>"], suite, (*SUITE_SETTINGS[:-1], "model.d_mlp=64"), SUITE_OPTIONS)
 
 

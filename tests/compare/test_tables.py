@@ -51,10 +51,12 @@ def test_the_conditions_name_the_recipe() -> None:
         "looks": [],
         "extended": [],
         "tokens_per_run": 4096,
+        "costs": None,
+        "circumstances": {"machines": []},
     }
     results["config"] = {"train": {"context": 1024}}
     assert conditions(results) == (
-        "Recipe recipe.json, 1.25M parameters, context 1,024, 4,096 training tokens a run, 5 seeds, "
+        "Recipe recipe.json, 1.25M parameters, context 1,024, 4,096 training tokens per run, 5 seeds, "
         "40 documents, at equal tokens, untuned"
     )
     assert "up to 5 seeds, planned looks after 3 and 5, 40" in conditions(results | {"looks": [3, 5]})

@@ -107,10 +107,10 @@ def test_a_list_for_every_setting_is_a_grid(micro: Config) -> None:
     ("space", "message"),
     [
         ("train.learning_rate", "has no range"),
-        ("train.learning_rate=1..0.1", "is no range above 0"),
-        ("train.learning_rate=0..1", "is no range above 0"),
+        ("train.learning_rate=1..0.1", "is not a range above 0"),
+        ("train.learning_rate=0..1", "is not a range above 0"),
         ("train.learning_rat=1e-3..1", "did you mean 'learning_rate'"),
-        ("train.learning_rate=abc", "is no range above 0"),
+        ("train.learning_rate=abc", "is not a range above 0"),
     ],
 )
 def test_a_bad_space_is_refused(space: str, message: str, micro: Config) -> None:

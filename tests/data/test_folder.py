@@ -34,9 +34,9 @@ def test_run_again_it_does_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"tokenizer": "bpe:300"}, "was begun with tokenizer='byte' and not 'bpe:300'"),
-        ({"splits": (8, 1, 1)}, r"splits=\[80, 10, 10\] and not \[8, 1, 1\]"),
-        ({"dedup": True, "max_tokens": 5}, "dedup=False and not True, max_tokens=None and not 5"),
+        ({"tokenizer": "bpe:300"}, "was started with tokenizer='byte', not 'bpe:300'"),
+        ({"splits": (8, 1, 1)}, r"splits=\[80, 10, 10\], not \[8, 1, 1\]"),
+        ({"dedup": True, "max_tokens": 5}, "dedup=False, not True; max_tokens=None, not 5"),
     ],
 )
 def test_another_request_for_the_same_folder_is_refused(
@@ -59,11 +59,11 @@ def test_a_changed_source_or_tokenizer_is_refused(tmp_path: Path) -> None:
     request = Request(str(tmp_path / "in"), str(given))
     prepare(request, tmp_path / "out", workers=1)
     (tmp_path / "in" / "z.txt").write_text("more")
-    with pytest.raises(HeadgateError, match=r"begun with a source without 'z.txt' of 4 bytes"):
+    with pytest.raises(HeadgateError, match=r"started with a source without 'z.txt' of 4 bytes"):
         prepare(request, tmp_path / "out")
     (tmp_path / "in" / "z.txt").unlink()
     (tmp_path / "in" / "a.jsonl").write_text("")
-    with pytest.raises(HeadgateError, match=r"begun with a source with 'a.jsonl' of \d+ bytes"):
+    with pytest.raises(HeadgateError, match=r"started with a source with 'a.jsonl' of \d+ bytes"):
         prepare(request, tmp_path / "out")
     write_mixed(tmp_path / "in")
     given.write_text(given.read_text() + "\n")

@@ -254,7 +254,7 @@ def test_packing_is_best_fit_and_goes_on_exactly(tmp_path: Path) -> None:
         assert all(torch.equal(a, b) for a, b in zip(row, next(after), strict=True))
     with pytest.raises(HeadgateError, match="state has no 'sequences'"):
         Loader(split, **options, state=Loader(split, length=50, batch_size=3, seed=5).state())
-    with pytest.raises(HeadgateError, match="packing='whole' lays documents together"):
+    with pytest.raises(HeadgateError, match="packing='whole' puts documents together"):
         Loader(split, length=50, batch_size=3, packing="whole")
 
 
@@ -280,7 +280,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         Loader(split, length=50, batch_size=1)
     with pytest.raises(HeadgateError, match="length=0 is too small"):
         Loader(split, length=0, batch_size=1)
-    with pytest.raises(HeadgateError, match="rank=2, ranks=2 do not fit"):
+    with pytest.raises(HeadgateError, match="rank=2, ranks=2 do not go together"):
         Loader(split, length=5, batch_size=1, rank=2, ranks=2)
     (tmp_path / "00000.ds.metadata").write_text("name|2\n50\n")
     (tmp_path / "00000.ds.index").unlink()

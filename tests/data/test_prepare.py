@@ -228,7 +228,7 @@ def test_a_bad_row_keeps_what_came_before_and_can_be_mended(
     (tmp_path / "in" / "a.jsonl").write_bytes(good)
     (tmp_path / "in" / "d.parquet").rename(tmp_path / "elsewhere")
     (tmp_path / "in" / "d.parquet").write_bytes(b"cut short")
-    with pytest.raises(HeadgateError, match=r"'d.parquet' is not a whole parquet file"):
+    with pytest.raises(HeadgateError, match=r"'d.parquet' is not a complete parquet file"):
         prepare(request, tmp_path / "out", workers=count)
     assert json.loads((tmp_path / "out" / "progress.json").read_text())["now"]["file"] == 3
     (tmp_path / "elsewhere").replace(tmp_path / "in" / "d.parquet")
@@ -255,11 +255,11 @@ def test_a_bad_row_keeps_what_came_before_and_can_be_mended(
         (["good.jsonl", "--tokenizer", "bpe:4096"], "found only"),
         (
             ["good.jsonl", "--splits", "1/100000/0"],
-            "has no text that falls into the training split of --splits 1/",
+            "falls into the training split of --splits 1/",
         ),
-        ([""], "the source is an empty name"),
+        ([""], "the source is empty"),
         (["good.jsonl", "--text-column", "body"], "has no 'body'"),
-        (["good.jsonl", "--splits", "80/20"], "splits '80/20' are not whole shares of train"),
+        (["good.jsonl", "--splits", "80/20"], "splits '80/20' are not whole shares for train"),
         (["good.jsonl", "--splits", "0/1/1"], "leave nothing to train on"),
         (["good.jsonl", "--max-tokens", "0"], "max_tokens=0 is too small"),
         (["good.jsonl", "--workers", "0"], "workers=0 is too small"),

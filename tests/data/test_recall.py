@@ -108,7 +108,7 @@ def test_the_command(headgate: Run, tmp_path: Path) -> None:
     assert headgate("prepare", SOURCE, tmp_path / "data")[0] == 0  # there already
     code, _, errors = headgate("prepare", SOURCE.replace("pairs=6", "pairs=7"), tmp_path / "data")
     assert code == 2
-    assert "pairs=6 and not 7" in errors
+    assert "pairs=6, not 7" in errors
     code, _, errors = headgate("prepare", "recall:pears=3", tmp_path / "other")
     assert code == 2
     assert "did you mean 'pairs'?" in errors
@@ -120,7 +120,7 @@ def test_the_command(headgate: Run, tmp_path: Path) -> None:
     [
         ([SOURCE, "--splits", "0/0/0"], "splits=(0, 0, 0) leave nothing to train on"),
         ([SOURCE, "--splits", "0/1/1"], "splits=(0, 1, 1) leave nothing to train on"),
-        ([f"{SOURCE},sequences=20"], "option 'sequences' stands twice"),
+        ([f"{SOURCE},sequences=20"], "option 'sequences' is given twice"),
         ([SOURCE, "--tokenizer", "byte"], "does not take --tokenizer, but 'byte' was given; leave it out"),
         ([SOURCE, "--max-tokens", "5"], "does not take --max-tokens"),
         ([SOURCE, "--dedup"], "does not take --dedup"),

@@ -205,7 +205,7 @@ def test_a_manifest_of_another_format_or_without_a_split(prepared: Path, tmp_pat
     values = config.to_dict(read_manifest(prepared))
     config.save({**values, "format": 2}, tmp_path / "manifest.json")
     for use in (check_data, lambda folder: open_split(folder, "train")):
-        with pytest.raises(HeadgateError, match=r"is of format 2, and headgate .* reads format 1"):
+        with pytest.raises(HeadgateError, match=r"has format 2, but headgate .* reads format 1"):
             use(tmp_path)
     config.save({**values, "splits": values["splits"][1:]}, tmp_path / "manifest.json")
     for name in ("tokenizer.json", "sources.jsonl"):

@@ -93,8 +93,8 @@ ZSTD_BLOCK = 1 << 17  # it is decoded whole or not at all
         ("a.jsonl", b"[" * 100_000, "line 1 is not JSON"),
         ("a.txt", b"good\nbad \xe9\n", "'a.txt', line 2, is not UTF-8"),
         ("a.jsonl.zst", b"not zstd at all", "'a.jsonl.zst', after line 0, cannot be read"),
-        ("a.parquet", b"PAR1 and no more", "'a.parquet' is not a whole parquet file"),
-        ("a.parquet", b"", "'a.parquet' is not a whole parquet file"),
+        ("a.parquet", b"PAR1 and no more", "'a.parquet' is not a complete parquet file"),
+        ("a.parquet", b"", "'a.parquet' is not a complete parquet file"),
     ],
 )
 def test_a_bad_file_is_named_with_its_row(tmp_path: Path, name: str, content: bytes, words: str) -> None:
@@ -197,11 +197,11 @@ def test_a_parquet_file_damaged_in_the_middle_names_where(tmp_path: Path) -> Non
         ("absent", "source 'absent' does not exist"),
         ("empty", "source 'empty' is empty; expected files of .txt"),
         ("empty/*.txt", "source 'empty/\\*.txt' is empty"),
-        ("a.csv", "source 'a.csv' is of a kind unknown here"),
+        ("a.csv", "source 'a.csv' is of an unsupported kind"),
         ("zzz://a", "source 'zzz://a' cannot be reached: Protocol not known"),
-        ("", "the source is an empty name; expected 'stdlib', a file"),
+        ("", "the source is empty; expected 'stdlib', a file"),
         ("ftp://host.invalid/a.txt", "source 'ftp://host.invalid/a.txt' cannot be reached: "),
-        ("a**/b.txt", r"source 'a\*\*/b.txt' is no glob"),
+        ("a**/b.txt", r"source 'a\*\*/b.txt' is not a valid glob"),
     ],
 )
 def test_a_source_that_is_none(

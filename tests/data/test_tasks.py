@@ -168,7 +168,7 @@ def test_the_command(headgate: Run, tmp_path: Path) -> None:
     assert headgate("prepare", source, tmp_path / "data")[0] == 0  # there already
     code, _, errors = headgate("prepare", source.replace("states=3", "states=4"), tmp_path / "data")
     assert code == 2
-    assert "states=3 and not 4" in errors
+    assert "states=3, not 4" in errors
 
 
 def test_a_sample_is_a_window_and_a_document(tmp_path: Path) -> None:
@@ -195,9 +195,9 @@ def test_more_samples_leave_the_held_out_ones(tmp_path: Path) -> None:
     [
         (["mqar:pears=3"], "did you mean 'pairs'?"),
         (["mqar:length=16,pairs=8"], "length=16 does not fit pairs=8"),
-        (["mqar:length=[16,32,64],pairs=[2,4]"], "do not match; give as many of each, or one"),
+        (["mqar:length=[16,32,64],pairs=[2,4]"], "do not match; give the same number of each, or one"),
         (["mqar:zoolgy"], "its presets are zoology"),
-        (["mqar:pairs=x"], "mqar.pairs[0]='x' is a str; expected a whole number"),
+        (["mqar:pairs=x"], "mqar.pairs[0]='x' is not a whole number"),
         (["mqar:length=2000000"], "context=2000000 is too large"),
         (
             ["mqar", "--splits", "90/5/5"],
@@ -207,7 +207,7 @@ def test_more_samples_leave_the_held_out_ones(tmp_path: Path) -> None:
         (["markov:seed=-1"], "seed=-1 is too small"),
         (["copy:tokens=40"], "alphabet=32 is too small for tokens=40"),
         (["needle:keys=2"], "keys=2 are too few for needles=4"),
-        (["noisy-recall:share=1"], "expected an even number, and a share from 0 to below 1"),
+        (["noisy-recall:share=1"], "expected an even length, and a share from 0 to below 1"),
         (["fuzzy-recall:keys=2"], "make 4 keys; expected at least pairs=8"),
         (["memorise:keys=3"], "a key for every second token"),
         (["compress:tokens=0"], "tokens=0 is too small"),
@@ -227,12 +227,12 @@ def test_a_folder_of_that_name(headgate: Run, tmp_path: Path, monkeypatch: pytes
     (tmp_path / "copy").mkdir()
     code, _, errors = headgate("prepare", "copy", "out")
     assert code == 2
-    assert "write ./copy for that, copy: for the task" in errors
+    assert "write ./copy for the file, copy: for the task" in errors
     (tmp_path / "copy/a.txt").write_text("text")
     assert headgate("prepare", "./copy", "text", "--tokenizer", "byte", "--splits", "1/0/0")[0] == 0
     assert json.loads((tmp_path / "text/manifest.json").read_text())["task"] is None
 
 
 def test_too_many_kinds_of_answers() -> None:
-    with pytest.raises(HeadgateError, match="at most 255 fit the loss mask"):
+    with pytest.raises(HeadgateError, match="at most 255 fit in the loss mask"):
         Mqar(length=(1024,), pairs=tuple(range(1, 33)), keys=64)

@@ -112,8 +112,8 @@ def test_the_end_of_text_is_found_or_asked_for(tmp_path: Path) -> None:
         ("bpe:90000", r"'bpe:90000' found only \d+ entries in the training split; .* raise --max-tokens"),
         ("./absent/tokenizer.json", "is unknown"),
         ("folder", "folder 'folder' has no tokenizer.json"),
-        ("broken.json", "not one that tokenizers can load"),
-        ("beside", "'.*/beside/tokenizer_config.json' is not JSON: .*; mend it, or remove it"),
+        ("broken.json", "the tokenizers library cannot load this tokenizer"),
+        ("beside", "'.*/beside/tokenizer_config.json' is not JSON: .*; fix it, or remove it"),
     ],
 )
 def test_a_bad_tokenizer_is_one_clear_sentence(

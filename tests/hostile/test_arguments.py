@@ -2,7 +2,8 @@
 is left behind.
 
 A row is a command line; {data}, {run}, {recipe}, {text} and {begun}, a study, are sound, {out} is to be
-written, {file}, {binary}, {pipe}, {empty}, {deep} and {taken} are what their names say.
+written, {long} is 500 letters, and {file}, {binary}, {pipe}, {empty}, {deep} and {taken} are what their names
+say.
 """
 
 import json
@@ -46,7 +47,7 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
     "prepare": {
         "--max-tokens": WHOLE,
         "--workers": WHOLE,
-        "--splits": ["", "80/10", "a/b/c", "0/50/50", "-1/1/1", "1/1/1/1", "1e3/1/1", "80 / x / 1"],
+        "--splits": ["", "8/1", "a/b/c", "0/5/5", "-1/1/1", "1/1/1/1", "1e3/1/1", "1/x/1", f"1/1/{10**4000}"],
         "--text-column": [""],
         "--end-of-text": ["", "<|nothing|>"],
         "--separator": [""],
@@ -116,12 +117,14 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
             "4,4",
             "1,2",
             "4..2000",
+            "2..99999999999999999",
+            "9" * 5000,
         ],
         "--tune": ["1", "-1", "1.5", "x", ""],
         "--space": ["train.learning_rate=1e-3..1e-2"],
         "--ladder": ["x", "1", "1,2", "0,1,2", "-1,1,2", "nan,1,2", "inf,1,2", "1,,2"],
         "--on": ["cloud", "", "Slurm"],
-        "--processes": WHOLE,
+        "--processes": [*WHOLE, "7"],
         "--nodes": [*WHOLE, "2"],
         "--slurm": ["partition=gpu", "x"],
         "--ray": ["num_gpus=1", "x"],
@@ -130,7 +133,7 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
         "--budget": ["money", ""],
         "--jobs": WHOLE,
         "--threads": WHOLE,
-        "--lengths": ["x", "0", "-1", "1,,2", "1.5"],
+        "--lengths": ["x", "0", "-1", "1,,2", "1.5", "1000000000"],
         "--cost-seconds": [*REAL, "0"],
         "--recipe": ["absent", "{empty}", "{file}", "{pipe}", "{deep}", ""],
         "--data": ["absent", "{empty}", "{file}", "{pipe}", ""],
@@ -148,11 +151,11 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
     },
     "status": {"--watch": [*REAL, "0", "inf"], "--json": ["x"]},
     "bench": {
-        "--lengths": ["0", "-1", "x", "", "32,32"],
+        "--lengths": ["0", "-1", "x", "", "32,32", "100000000", "9" * 5000],
         "--decoded-after": ["64"],
         "--mechanisms": ["nothing", "local:window=x", "local local"],
         "--batch": WHOLE,
-        "--heads": WHOLE,
+        "--heads": [*WHOLE, "100000000"],
         "--kv-heads": [*WHOLE, "3"],
         "--head-dim": [*WHOLE, "7"],
         "--window": ["-1", "x", "1.5"],
@@ -162,8 +165,8 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
         "--figure": ["{empty}", "", "x.gif", "absent/x.svg"],
     },
     "plan": {
-        "--context": WHOLE,
-        "--batch": WHOLE,
+        "--context": [*WHOLE, "1000000000000"],
+        "--batch": [*WHOLE, "1000000000000"],
         "--device": ["TPU", "", "A1000"],
         "--count": WHOLE,
         "--price": ["nan", "-1", "inf", "x", ""],
@@ -179,8 +182,8 @@ SETTINGS = [
     *(f"train.betas={value}" for value in ("[2,3]", "[0.9]", "x", "[0.9,1.0]", "[-0.1,0.9]", "[]", "0.9")),
     *(f"train.steps={value}" for value in ("0", "-1", "1.5", "1e3", "x", "null", "true", "[1]")),
     *(f"train.context={value}" for value in ("0", "-1", "100000000", "1.5")),
-    *(f"train.batch_size={value}" for value in ("0", "-1", "1.5", "x")),
-    *(f"train.accumulation={value}" for value in ("0", "-1")),
+    *(f"train.batch_size={value}" for value in ("0", "-1", "1.5", "x", "1000000", "1000000000")),
+    *(f"train.accumulation={value}" for value in ("0", "-1", "1000000000")),
     *(f"train.weight_decay={value}" for value in ("-1", "Infinity", "NaN")),
     *(f"train.eps={value}" for value in ("0", "-1", "Infinity")),
     *(f"train.clip={value}" for value in ("0", "-1", "NaN")),
@@ -427,11 +430,19 @@ completion
 completion tcsh
 completion bash zsh
 generate {run} --prompt a\udcff
+generate {run} --prompt x --end-of-text a\udcff
+prepare {text} {out} --tokenizer byte --end-of-text a\udcff
+compare local@a\udcff --data {data} --out {out} --recipe {recipe}
+compare local@{long} --data {data} --out {out} --recipe {recipe}
+suite local@a\udcff --out {out} --tasks mqar
 generate {run} --prompt x --tokenizer {odd}
 prepare {text} {out} --tokenizer {odd}
 prepare {text} {out} --separator x
 prepare {data} {out} --separator x
 bench --steps --seconds nan
+bench --steps --lengths 1000000000
+bench --steps --lengths 32 --decoded-after 1000000000
+plan tiny --table --contexts 1000000000
 bench --steps --seconds -1
 bench --steps --json {empty}
 bench --steps --heads 4
@@ -520,7 +531,7 @@ def words_of(row: str, places: dict[str, Path], out: Path) -> list[str]:
     import shlex
 
     words = shlex.split(row)
-    for name, path in {**places, "out": out}.items():
+    for name, path in {**places, "out": out, "long": "x" * 500}.items():
         words = [word.replace(f"{{{name}}}", str(path)) for word in words]
     return words
 
@@ -539,13 +550,14 @@ def test_each_is_refused_in_one_sentence_and_leaves_nothing(
 ENVIRONMENTS = [
     {"RANK": "0"},
     {"RANK": "x", "WORLD_SIZE": "1"},
+    {"RANK": "9" * 5000, "WORLD_SIZE": "9" * 5000},
     {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "abc"},
     {"RANK": "3", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"},
     {"RANK": "0", "WORLD_SIZE": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"},
 ]
 
 
-@pytest.mark.parametrize("variables", ENVIRONMENTS, ids=str)
+@pytest.mark.parametrize("variables", ENVIRONMENTS, ids=lambda value: str(value)[:60])
 @pytest.mark.parametrize("command", ["train", "evaluate", "generate"])
 def test_half_a_job_is_refused(
     command: str,

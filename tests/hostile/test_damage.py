@@ -226,7 +226,7 @@ def test_without_a_manifest_check_uses_the_tokenizer_beside_it(
     assert_refused(attempt("prepare", "--check", tmp_path / "data"), "has the token 999", "257 entries")
     out = tmp_path / "run"
     answer = attempt("train", recipe, "--data", tmp_path / "data", "--out", out)
-    assert_refused(answer, "has the token 999", "model only 257 entries")
+    assert_refused(answer, "has the token 999", "model has only 257 entries")
     assert not out.exists()
     (tmp_path / "data" / "tokenizer.json").write_text("{")
     assert_refused(attempt("prepare", "--check", tmp_path / "data"), "tokenizer.json")

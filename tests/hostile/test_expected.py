@@ -1,6 +1,9 @@
 """What a person expects of the command line: text of any locale, other tokenizers, other data, a view of what
 there is, and an end that is told."""
 
+import contextlib
+import errno
+import io
 import json
 import os
 import shutil
@@ -13,7 +16,7 @@ import pytest
 from attempts import assert_refused, attempt
 
 from headgate import config
-from headgate.cli import COMMANDS
+from headgate.cli import COMMANDS, main
 from headgate.cli.completion import Shell, script
 from headgate.config import Config
 from headgate.data.tokenizers import make_tokenizer
@@ -53,6 +56,21 @@ def test_one_process_for_each_surrounding(whole: Path, tmp_path: Path) -> None:
     assert "HEADGATE_NATIVE='xyz'" in unknown.stderr
 
 
+def test_a_run_whose_progress_nobody_can_read_goes_on(
+    recipe: Path, data: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str, /) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    words = ["train", recipe, "--data", data, "--out", tmp_path / "run"]
+    monkeypatch.setattr(sys, "argv", ["headgate", *map(str, words)])
+    with contextlib.redirect_stderr(Full()):
+        main()
+    model = "checkpoints/step-00000003/model.safetensors"
+    assert (tmp_path / "run" / model).read_bytes() == (whole / model).read_bytes()
+
+
 def test_gpt2_as_it_was_published(tmp_path: Path) -> None:
     home = tmp_path / "gpt2"
     home.mkdir()
@@ -77,11 +95,11 @@ def test_a_separator_makes_documents(tmp_path: Path) -> None:
     text = tmp_path / "book.txt"
     text.write_text("\n\n".join(f"paragraph {n}" for n in range(50)) + "\n\n \n\n")
     one = attempt("prepare", text, tmp_path / "one", "--tokenizer", "byte")
-    assert "one document" in one.err
+    assert "is one document" in one.err
     assert "--separator" in one.err
     answer = attempt("prepare", text, tmp_path / "many", "--tokenizer", "byte", "--separator", r"\n\n")
     assert answer.code == 0
-    assert "one document" not in answer.err
+    assert "is one document" not in answer.err
     manifest = json.loads((tmp_path / "many" / "manifest.json").read_text())
     assert sum(split["documents"] for split in manifest["splits"]) == 50
     again = attempt("prepare", text, tmp_path / "many", "--tokenizer", "byte")
@@ -156,10 +174,13 @@ def test_a_finished_run_on_a_read_only_disk(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_stopped_prepare_says_that_its_work_is_kept(
-    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     from headgate.data import prepare, workers
 
+    # A job in the background may have been started with some of them ignored.
+    before = signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    request.addfinalizer(lambda: signal.signal(number, before))
     monkeypatch.setattr(workers, "CHUNK_CHARACTERS", 50)
     (tmp_path / "t.jsonl").write_text("".join(f'{{"text": "document number {n}"}}\n' for n in range(200)))
     append, calls = prepare._append, iter(range(1000))

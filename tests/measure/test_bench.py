@@ -99,11 +99,11 @@ def test_the_command_prints_a_table_and_writes_json_and_a_figure(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--mechanisms", "locl"], "nothing to measure is called 'locl'; did you mean 'local'"),
+        (["--mechanisms", "locl"], "there is nothing called 'locl' to measure; did you mean 'local'"),
         (["--mechanisms", "local:windw=3"], "local has no option 'windw'"),
-        (["--lengths", "0"], "lengths='0' is not whole numbers above 0; write them as 1024,4096"),
-        (["--figure", "x.pdf"], "ends in none of .html, .png and .svg"),
-        (["--json", "no/such/folder/x.json"], "lies in no existing folder"),
+        (["--lengths", "0"], "lengths='0' must be whole numbers above 0, written as 1024,4096"),
+        (["--figure", "x.pdf"], "must end in .html, .png or .svg"),
+        (["--json", "no/such/folder/x.json"], "is in a folder that does not exist"),
         (["--heads", "3", "--kv-heads", "2"], "n_heads=3 is not a multiple of n_kv_heads=2"),
         (["--threads", "0"], "threads=0 is too small"),
     ],

@@ -70,21 +70,21 @@ def test_more_is_skipped_at_higher_thresholds_and_the_loss_is_that_of_the_rounde
 
 def test_evaluate_shows_it(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command(["evaluate", str(home / "run"), "--tokens", "48", "--skip-below", "0.1", "0.3", "--json"])
-    told = json.loads(capsys.readouterr().out)
-    assert [row["skip_below"] for row in told["skipping"]] == [0.1, 0.3]
-    assert told["skipping"][1]["loss_cost"] == told["skipping"][1]["loss"] - told["loss"]
+    result = json.loads(capsys.readouterr().out)
+    assert [row["skip_below"] for row in result["skipping"]] == [0.1, 0.3]
+    assert result["skipping"][1]["loss_cost"] == result["skipping"][1]["loss"] - result["loss"]
     command(["evaluate", str(home / "run"), "--tokens", "48", "--skip-below", "0.1"])
     shown = capsys.readouterr().out
-    assert "time a decoded token" in shown
-    assert "loss it costs" in shown
+    assert "time per decoded token" in shown
+    assert "added loss" in shown
 
 
 def test_bad_thresholds_are_refused_before_anything_is_measured(home: Path) -> None:
     with pytest.raises(HeadgateError, match=r"skip_below=0.7 is out of range"):
         gate_skipping(home / "run", [0.1, 0.7])
-    with pytest.raises(HeadgateError, match="there is no threshold to measure"):
+    with pytest.raises(HeadgateError, match="there are no thresholds to measure"):
         gate_skipping(home / "run", [])
     plain = replace(SETTINGS, model=replace(SETTINGS.model, mechanism=(MechanismSpec("full"),)))
     train(plain, home / "data", home / "full")
-    with pytest.raises(HeadgateError, match="no mechanism of this model has a learned gate to follow"):
+    with pytest.raises(HeadgateError, match="no mechanism in this model has a learned gate to follow"):
         gate_skipping(home / "full", [0.1])

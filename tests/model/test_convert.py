@@ -272,7 +272,6 @@ REACH = {
     "value-residual": 40,
     "moba": 32,
     "dynamic-sparse:gate_bias=false": 0,
-    "near-far:gate_bias=false,opening=0.5": 0,
     "head-gated:gate_bias=false": 12,
     "context-adaptive:gate_bias=false": 2,
     "gated": 0,
@@ -348,7 +347,7 @@ def test_learned_gates_are_kept_under_other_options(tmp_path: Path) -> None:
     for name, parameter in decoder.named_parameters():
         assert torch.equal(changed.get_parameter(name), parameter), name
     done = convert(tmp_path, tmp_path / "plain", mechanism="full", to="qwen")
-    assert done.changes == ("full stands where dynamic-sparse did, so the model starts changed",)
+    assert done.changes == ("full replaces dynamic-sparse, so the model starts changed",)
 
 
 @pytest.fixture(scope="module")
@@ -384,13 +383,13 @@ def cut_a_shard(folder: Path) -> None:
 
 
 FAULTS = {
-    "pickle": (pickled_only, r"has its weights as pickle alone \(pytorch_model.bin\)"),
+    "pickle": (pickled_only, r"has its weights only as pickle \(pytorch_model.bin\)"),
     "no weights": (lambda f: [p.unlink() for p in f.glob("*.safetensors*")], "has no weights; expected"),
     "missing shard": (
         lambda f: sorted(f.glob("*.safetensors"))[1].unlink(),
         "lacks the shard 'model-00002-of-",
     ),
-    "cut shard": (cut_a_shard, "is not a whole safetensors file"),
+    "cut shard": (cut_a_shard, "is not a complete safetensors file"),
     "index lacks a tensor": (drop_from_index, r"model.norm.weight is missing, expected \(32,\)"),
     "index is wrong": (wrong_shard_in_index, "has no tensor 'model.norm.weight', though"),
     "shape": (
@@ -403,7 +402,7 @@ FAULTS = {
     ),
     "architecture": (
         lambda f: change(f, model_type="gpt2"),
-        "is of model_type='gpt2'; expected qwen2, qwen3",
+        "has model_type='gpt2'; expected qwen2, qwen3",
     ),
     "norms of another family": (
         lambda f: change(f, model_type="llama"),
@@ -417,8 +416,11 @@ FAULTS = {
     "no object": (lambda f: (f / "config.json").write_text("[]"), "holds a list; expected a JSON object"),
     "wrong type": (
         lambda f: change(f, hidden_size="32"),
-        "hidden_size='32' is a str; expected a whole number",
+        "hidden_size='32' is not a whole number",
     ),
+    "too many layers": (lambda f: change(f, num_hidden_layers=10**9), "expected from 1 to 1,000"),
+    "too few layers": (lambda f: change(f, num_hidden_layers=-1), "expected from 1 to 1,000"),
+    "rope list": (lambda f: change(f, rope_scaling=[1]), "rope_scaling=.* is not an object of settings"),
     "activation": (lambda f: change(f, hidden_act="gelu"), "has hidden_act='gelu', which headgate's"),
     "bias": (lambda f: change(f, attention_bias=True), "has attention_bias=True"),
     "quantised": (lambda f: change(f, quantization_config={"bits": 4}), "has quantization_config="),
@@ -440,7 +442,7 @@ FAULTS = {
     ),
     "partial": (
         lambda f: change(f, rope_parameters={"rope_theta": 1e6, "partial_rotary_factor": 0.5}),
-        "on some of the dimensions alone; headgate turns all",
+        "on only some of the dimensions; headgate rotates all",
     ),
     "layer types": (lambda f: change(f, layer_types=["full_attention"] * 2), "has layer_types="),
     "unused window": (
@@ -475,7 +477,7 @@ def test_a_faulty_source_is_one_sentence_and_nothing_is_written(
             {"to": "qwen", "mechanism": "dynamic-sparse:no-gate"},
             "the attention of layer 0 is 'dynamic-sparse'",
         ),
-        ({"to": "qwen", "mechanism": "local:window=0"}, "layer 0 has window=0, so that a token sees itself"),
+        ({"to": "qwen", "mechanism": "local:window=0"}, "layer 0 has window=0, so a token sees only itself"),
         (
             {"to": "qwen", "mechanism": ["local:window=4", "local:window=5"]},
             "windows of 4 and 5; qwen has one",
@@ -484,8 +486,11 @@ def test_a_faulty_source_is_one_sentence_and_nothing_is_written(
         ({"mechanism": "local:windw=3"}, "local has no option 'windw'"),
         ({"mechanism": "[local, full]"}, "unknown mechanism '.local, full.'; known are"),
         ({"dtype": "int8"}, "dtype='int8' is not a choice"),
-        ({"to": "llama"}, "qk_norm=true with qkv_bias=false is no llama, which has neither; write --to qwen"),
-        ({"to": "mistral"}, "is no mistral"),
+        (
+            {"to": "llama"},
+            "qkv_bias=false is not llama, which has neither; write --to qwen",
+        ),
+        ({"to": "mistral"}, "is not mistral"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], words: str, qwen: Path, tmp_path: Path) -> None:
@@ -499,7 +504,7 @@ def test_what_is_neither_qwen2_nor_qwen3_is_not_exported(norm: bool, tmp_path: P
     Decoder(ModelConfig(99, 32, 1, 4, 2, 8, 56, qk_norm=norm, qkv_bias=norm)).save(
         tmp_path / "model.safetensors"
     )
-    with pytest.raises(HeadgateError, match=f"qk_norm={norm} with qkv_bias={norm} is no Qwen") as raised:
+    with pytest.raises(HeadgateError, match=f"qk_norm={norm} with qkv_bias={norm} is not a Qwen") as raised:
         convert(tmp_path, tmp_path / "out", to="qwen")
     assert ("--to llama" in str(raised.value)) is not norm
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
@@ -507,7 +512,7 @@ def test_what_is_neither_qwen2_nor_qwen3_is_not_exported(norm: bool, tmp_path: P
 
 def test_a_llama_with_windows_is_a_mistral(tmp_path: Path) -> None:
     make("llama", tmp_path / "llama")
-    with pytest.raises(HeadgateError, match="windows of 6, and Llama has none; write --to mistral"):
+    with pytest.raises(HeadgateError, match="windows of 6, but Llama has none; write --to mistral"):
         convert(tmp_path / "llama", tmp_path / "out", to="llama", mechanism="local:window=6")
     convert(tmp_path / "llama", tmp_path / "windowed", to="mistral", mechanism="local:window=6")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "windowed")

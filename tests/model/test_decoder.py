@@ -258,7 +258,7 @@ def test_load_refuses_what_is_no_model(tmp_path: Path) -> None:
     with pytest.raises(HeadgateError, match="holds no model"):
         headgate.load(tmp_path)
     torch.save({"weight": torch.zeros(2)}, tmp_path / "model.pt")
-    with pytest.raises(HeadgateError, match="is not a whole safetensors file"):
+    with pytest.raises(HeadgateError, match="is not a complete safetensors file"):
         headgate.load(tmp_path / "model.pt")
     from safetensors.torch import save_file
 
@@ -272,7 +272,7 @@ def test_load_refuses_what_is_no_model(tmp_path: Path) -> None:
         headgate.load(tmp_path / "part.safetensors")
     whole = (tmp_path / "part.safetensors").read_bytes()
     (tmp_path / "cut.safetensors").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(HeadgateError, match="is not a whole safetensors file"):
+    with pytest.raises(HeadgateError, match="is not a complete safetensors file"):
         headgate.load(tmp_path / "cut.safetensors")
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 import headgate
@@ -78,13 +77,13 @@ def step(folder: Path) -> Any:
         image_token_id=98,
         tie_word_embeddings=settings["tie_word_embeddings"],
     )  # fmt: skip
-    model = transformers.Step3p7ForConditionalGeneration(config).eval()
-    weights = load_file(folder / "model.safetensors")
-    names = {name: name.replace("model.", "model.language_model.", 1) for name in weights}
-    missing, unknown = model.load_state_dict({names[n]: t for n, t in weights.items()}, strict=False)
-    assert not unknown
-    assert not [name for name in missing if "language_model" in name or "head" in name]
-    return model
+    config.save_pretrained(folder)
+    model, told = transformers.Step3p7ForConditionalGeneration.from_pretrained(
+        folder, output_loading_info=True
+    )
+    assert not told["unexpected_keys"]
+    assert all("vision" in name or "projector" in name for name in told["missing_keys"])
+    return model.eval()
 
 
 @pytest.mark.parametrize(
@@ -93,11 +92,11 @@ def step(folder: Path) -> Any:
         "dynamic-sparse:window=6,dense_prefix=0,gate_bias=false",
         "gated:head",
         "gated:head+dynamic-sparse:window=6,dense_prefix=7,gate_bias=false",
-        "near-far:window=6,stretch=1,gate_bias=false,opening=0.5",
     ],
 )
-def test_step3p5(mechanism: str, tmp_path: Path) -> None:
-    decoder = decoder_with(mechanism, tmp_path)
+@pytest.mark.parametrize("tied", [False, True])
+def test_step3p5(mechanism: str, tied: bool, tmp_path: Path) -> None:
+    decoder = decoder_with(mechanism, tmp_path, tied_embeddings=tied)
     convert(tmp_path, tmp_path / "out", to="step3p5")
     same(decoder, step(tmp_path / "out"))
 
@@ -106,11 +105,11 @@ def test_step3p5(mechanism: str, tmp_path: Path) -> None:
     ("form", "mechanism", "settings", "words"),
     [
         ("qwen3_5", "full", {}, "the attention of layer 0 is 'full', which no qwen3_5 computes"),
-        ("qwen3_5", "dynamic-sparse:window=6,dense_prefix=0", {}, "is no Qwen3.5, whose full attention"),
-        ("qwen3_5", "gated", {"qk_norm": False}, "qk_norm=false with sliding layers: False, is no Qwen3.5"),
+        ("qwen3_5", "dynamic-sparse:window=6,dense_prefix=0", {}, "is not Qwen3.5, whose full attention"),
+        ("qwen3_5", "gated", {"qk_norm": False}, "qk_norm=false with sliding layers: False, is not Qwen3.5"),
         ("step3p5", "gated", {}, "the gate of layer 0 has one value per channel"),
         ("step3p5", "dynamic-sparse:no-window", {}, r"has a bias.*\(gate_bias=false\)"),
-        ("step3p5", "gated:head", {"qkv_bias": True}, "qk_norm=true with qkv_bias=true is no Step3.5"),
+        ("step3p5", "gated:head", {"qkv_bias": True}, "qk_norm=true with qkv_bias=true is not Step3.5"),
         ("step3p5", "dynamic-sparse:window=6,gate_bias=false", {}, "which no step3p5 computes with these"),
         ("qwen", "gated", {}, "is 'gated', which no qwen computes"),
     ],

@@ -241,7 +241,9 @@ def test_stops_end_a_row_where_they_occur_in_what_is_new() -> None:
 def test_the_stream_sees_every_token_as_it_comes() -> None:
     decoder, seen = small_decoder("local"), []
     starts = [prompt(3), prompt(8), prompt(3, seed=1)]
-    completions = decoder.generate(starts, 15, seed=4, stop=[1, 2, 3], stream=lambda *told: seen.append(told))
+    completions = decoder.generate(
+        starts, 15, seed=4, stop=[1, 2, 3], stream=lambda *given: seen.append(given)
+    )
     for row, completion in enumerate(completions):
         assert [token for r, token in seen if r == row] == completion.tokens
     assert sorted(row for row, _ in seen[:3]) == [0, 1, 2]
@@ -302,15 +304,15 @@ def test_a_full_cache_holds_no_more_than_it_will_need() -> None:
         ({"stop": [[]]}, "a stop without tokens would end everything at once"),
         ({"tokens": []}, "there is no prompt"),
         ({"tokens": [[1], []]}, "prompt 1 is empty; give it at least one token"),
-        ({"tokens": [1, 2]}, "prompt 0 is no list of tokens; expected a list of token lists"),
-        ({"tokens": [[1.5]]}, "prompt 0 is no list of tokens"),
-        ({"tokens": [["a"]]}, "prompt 0 is no list of tokens"),
-        ({"tokens": [[3, 50]]}, "prompt 0 has the token 50; expected tokens of the vocabulary, 0 to 49"),
+        ({"tokens": [1, 2]}, "prompt 0 is not a list of tokens; expected a list of token lists"),
+        ({"tokens": [[1.5]]}, "prompt 0 is not a list of tokens"),
+        ({"tokens": [["a"]]}, "prompt 0 is not a list of tokens"),
+        ({"tokens": [[3, 50]]}, "prompt 0 has the token 50; expected tokens in the vocabulary, 0 to 49"),
         ({"tokens": [[-1, 5]]}, "prompt 0 has the token -1"),
         ({"tokens": torch.zeros(3, dtype=torch.long)}, r"the prompts have shape \(3,\); expected \(B,T\)"),
         (
             {"skip_below": 0.1},
-            "skip_below=0.1 would do nothing: no mechanism of this model has a learned gate",
+            "skip_below=0.1 would do nothing: no mechanism in this model has a learned gate",
         ),
         ({"skip_below": 0.7}, "skip_below=0.7 is out of range"),
     ],

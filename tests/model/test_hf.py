@@ -364,11 +364,11 @@ from lm_eval.tasks import TaskManager
 
 model, tasks = sys.argv[1:]
 manager = TaskManager(include_path=tasks, include_defaults=False)
-told = simple_evaluate(
+result = simple_evaluate(
     "hf", model_args={"pretrained": model, "dtype": "float32"}, tasks=["gates"], task_manager=manager,
     device="cpu", batch_size=4, bootstrap_iters=0,
 )
-print(json.dumps([[sample["doc"], sample["filtered_resps"]] for sample in told["samples"]["gates"]]))
+print(json.dumps([[sample["doc"], sample["filtered_resps"]] for sample in result["samples"]["gates"]]))
 """
 TASK = """
 task: gates

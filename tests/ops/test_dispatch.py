@@ -40,7 +40,7 @@ def test_a_refusal_says_why_and_the_next_path_is_taken() -> None:
     assert op("auto", 3) == ("second", 3)
     with pytest.raises(HeadgateError, match="example has no path for this: first: it is odd"):
         op("first", 3)
-    with pytest.raises(HeadgateError, match="backend='secnd' is no path of example; did you mean 'second'"):
+    with pytest.raises(HeadgateError, match="'secnd' is not a path of example; did you mean 'second'"):
         op("secnd", 3)
 
 

@@ -66,7 +66,7 @@ def test_an_unknown_level_is_refused_with_the_known_ones() -> None:
 def test_a_level_is_loaded_or_refused_but_never_crashes(level: str) -> None:
     text = run(EXPLAIN, HEADGATE_NATIVE=level)
     if text.startswith("None"):
-        assert f"HEADGATE_NATIVE={level} asks for what this CPU does not have" in text
+        assert f"HEADGATE_NATIVE={level} asks for instructions that this CPU does not have" in text
         assert level != "plain"
     else:
         assert text.startswith(level)

@@ -347,8 +347,8 @@ def test_explain_says_why_not_native() -> None:
     if not here:
         pytest.skip(f"the other reasons were not asked for: {library.unavailable()}")
     refusals = {
-        "head width 24 is none of 16, 32, 64, 96, 128": case(width=24).inputs,
-        "hidden width 5 is none of 4, 8, 16, 32": case(hidden=5).inputs,
+        "head width 24 is not one of 16, 32, 64, 96, 128": case(width=24).inputs,
+        "hidden width 5 is not one of 4, 8, 16, 32": case(hidden=5).inputs,
         "it computes float32 on the CPU, not float64 on cpu": [t.double() for t in chosen.inputs],
         "it takes one dtype, not float32 and float64": [*chosen.inputs[:6], chosen.inputs[6].double()],
     }

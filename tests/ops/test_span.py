@@ -418,7 +418,7 @@ def test_explain_says_why_not_native() -> None:
         pytest.skip(f"the other reasons were not asked for: {library.unavailable()}")
     q = k = v = torch.zeros(1, 1, 4, 24)
     assert ops.explain("causal_attention", q, k, v).refusals == (
-        ("native", "head width 24 is none of 16, 32, 64, 96, 128"),
+        ("native", "head width 24 is not one of 16, 32, 64, 96, 128"),
         ("sdpa", "it runs on a GPU, not on cpu"),
         ("varlen", "it runs on a GPU, not on cpu"),
         ("flex", "it runs on a GPU, not on cpu"),

@@ -7,6 +7,7 @@ from torch import Tensor
 from headgate.errors import HeadgateError
 from headgate.ops import explain, reference, top_k_attention
 from headgate.ops.native import library
+from headgate.ops.tiles import query_tiles
 
 
 def inputs(queries: int, keys: int, heads: int = 4, groups: int = 2, *, steps: float = 0.0) -> list[Tensor]:
@@ -17,6 +18,16 @@ def inputs(queries: int, keys: int, heads: int = 4, groups: int = 2, *, steps: f
     if steps:
         drawn[:2] = [(t / steps).round() * steps for t in drawn[:2]]
     return [t.requires_grad_() for t in drawn]
+
+
+@pytest.mark.parametrize(("length", "most"), [(8192, 30), (32_768, 400)])
+def test_a_gpu_takes_few_large_tiles(length: int, most: int) -> None:
+    """Every tile is some launches: of 4 sequences and 12 heads, 820 or 16,384 would be most of a layer."""
+    tiles = {
+        device: sum(1 for _ in query_tiles(length, 4 * 12 * length, torch.device(device)))
+        for device in ("cpu", "cuda")
+    }
+    assert tiles["cuda"] <= most < tiles["cpu"] / 20
 
 
 @pytest.mark.parametrize("scale", [0.3, 1.0, 3.0, 100.0])
@@ -54,6 +65,24 @@ def test_the_native_path(
     if library.unavailable() is not None:
         pytest.skip(f"the native path was not tested: {library.unavailable()}")
     exact = [t.detach().repeat(1, 1, 1, 2) for t in inputs(queries, keys, 4, groups, steps=steps)]
+    assert_native_is_exact(exact, scale)
+
+
+def test_a_list_that_fills_up_keeps_its_best() -> None:
+    """The last keys score low; before them come the best, and before these many that beat only the last
+    ones: the list of the best fills up before the end and is cut back."""
+    if library.unavailable() is not None:
+        pytest.skip(f"the native path was not tested: {library.unavailable()}")
+    v = inputs(1000, 1000, 1, 1)[2].detach().repeat(1, 1, 1, 2)
+    scores = torch.linspace(0, 1, 1000, dtype=torch.float64)
+    scores[728:768] += 20
+    scores[400:728] += 10
+    q, k = torch.zeros_like(v), torch.zeros_like(v)
+    q[..., 0], k[..., 0] = 1, scores
+    assert_native_is_exact([q, k, v], 1.0)
+
+
+def assert_native_is_exact(exact: list[Tensor], scale: float) -> None:
     d_out = torch.randn(exact[0].shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     results = []
     for dtype, backend in ((torch.float32, "native"), (torch.float64, "reference")):

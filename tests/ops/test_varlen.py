@@ -92,7 +92,7 @@ def test_it_refuses_what_it_cannot_do() -> None:
     q = on_gpu(1, 4, 30, 64)
     for tensor, span, reason in (
         (on_gpu(1, 4, 30, 64, dtype=torch.float32), Span(5), "it takes bfloat16 and float16, not float32"),
-        (on_gpu(1, 4, 30, 36), Span(5), "head width 36 is no multiple of 8 up to 256"),
+        (on_gpu(1, 4, 30, 36), Span(5), "head width 36 is not a multiple of 8 up to 256"),
         (q, Span(5, pinned=2), "it has no pinned keys"),
     ):
         explanation = ops.explain("attention", tensor, tensor, tensor, span)

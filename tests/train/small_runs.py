@@ -12,6 +12,6 @@ def changed(config: Config, **train: Any) -> Config:
     return replace(config, train=replace(config.train, **train))
 
 
-def told(run: Path) -> list[dict[str, Any]]:
+def repeatable_metrics(run: Path) -> list[dict[str, Any]]:
     """The metrics of a run without what the machine decides."""
     return [{k: v for k, v in line.items() if k not in WALL_CLOCK} for line in read_metrics(run)]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_runs import changed, told
+from small_runs import changed, repeatable_metrics
 from waiting import HANG, wait_until
 
 import headgate
@@ -65,7 +65,7 @@ def losses(run: Path) -> list[float]:
 
 def assert_same_losses(one: Path, other: Path) -> None:
     assert losses(one) == pytest.approx(losses(other), abs=1e-4)
-    for ours, theirs in zip(told(one), told(other), strict=True):
+    for ours, theirs in zip(repeatable_metrics(one), repeatable_metrics(other), strict=True):
         assert ours["tokens"] == theirs["tokens"]
         assert ours["gradient_norm"] == pytest.approx(theirs["gradient_norm"], abs=1e-4)
         if "validation" in ours:
@@ -87,7 +87,7 @@ def test_the_number_of_processes_changes_nothing(twenty: Config, data: Path, tmp
     shards = [f"{tmp_path}/four-sharded:shard", f"{tmp_path}/one-then-four:shard"]
     words = finish(torchrun(4, *common, tmp_path / "four", *shards))
     finish(two)
-    assert words.count("going on from step 7") == 1
+    assert words.count("resuming from step 7") == 1
     assert "it was saved with 1 threads in each of 1 processes" in words
     assert losses(tmp_path / "one-then-four")[: len(before)] == before
     for name in ("four", "four-sharded"):
@@ -161,7 +161,7 @@ def test_a_dead_worker_ends_the_job_and_restarts_bring_it_back(
 
     words = finish(torchrun(2, *script, tmp_path / "second", restarts=1))
     assert (tmp_path / "second").exists()
-    assert [f"going on from step {step}" in words for step in (20, 40)] == [True, True]
+    assert [f"resuming from step {step}" in words for step in (20, 40)] == [True, True]
     assert [line["step"] for line in read_metrics(run)] == list(range(1, 61))
 
 
@@ -185,10 +185,10 @@ def test_a_refusal_of_the_first_process_reaches_all(micro: Config, data: Path, t
     assert job.returncode != 0
     assert "headgate: " in words
     assert "headgate (rank 1): " in words  # nobody waits in vain
-    assert words.count("train.steps=1 and not 2") == 2
+    assert words.count("train.steps=1, not 2") == 2
 
 
 def test_a_batch_that_cannot_be_shared_out_is_refused() -> None:
     assert World(0, 4, torch.device("cpu")).share(8) == 2
-    with pytest.raises(HeadgateError, match="batch_size=3 cannot be shared out evenly over 2 processes"):
+    with pytest.raises(HeadgateError, match="batch_size=3 cannot be shared evenly among 2 processes"):
         World(0, 2, torch.device("cpu")).share(3)

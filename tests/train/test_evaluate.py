@@ -116,12 +116,12 @@ def test_every_mechanism_can_be_evaluated(name: str, data: Path, micro: Config) 
 
 def test_the_command_repeats_what_training_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command(["evaluate", str(run), "--tokens", "120", "--json"])
-    told = json.loads(capsys.readouterr().out)
+    result = json.loads(capsys.readouterr().out)
     line = read_metrics(run)[-1]
     for name, value in line["validation"].items():
-        assert told[name] == value, name
-    assert told["gates"] == line["gates"]
-    assert (told["split"], told["step"], told["tokens"]) == ("val", 6, 120)
+        assert result[name] == value, name
+    assert result["gates"] == line["gates"]
+    assert (result["split"], result["step"], result["tokens"]) == ("val", 6, 120)
     command(["evaluate", str(run), "--split", "test", "--checkpoint", "best"])
     shown = capsys.readouterr().out
     assert "split test" in shown
@@ -147,7 +147,7 @@ def test_data_may_move_or_be_another_in_the_same_tokens(run: Path, data: Path, t
     other = evaluate_run(run, split="train", data=tmp_path / "same")
     assert other == evaluate_run(run, split="train", data=tmp_path / "own")
     assert other["loss"] != own["loss"]
-    with pytest.raises(HeadgateError, match=r"another' was prepared with another tokenizer than .*run'"):
+    with pytest.raises(HeadgateError, match=r"another' was prepared with a different tokenizer from .*run'"):
         evaluate_run(run, split="train", data=tmp_path / "another")
 
 

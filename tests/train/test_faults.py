@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import changed, told
+from small_runs import changed, repeatable_metrics
 from waiting import HANG, wait_until
 
 import headgate
@@ -60,7 +60,7 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(
     name = signal.Signals(number).name
     stopped, how = words.splitlines()[-1].split("; ")
     assert stopped == f"stopped by {name} after step {step:,}, which is saved"
-    assert how == f"go on with: headgate train --out {run}"
+    assert how == f"resume with: headgate train --out {run}"
     assert "Traceback" not in words
 
 
@@ -91,7 +91,7 @@ def test_a_loss_that_is_not_finite_stops_with_step_value_and_checkpoint(
     assert [line["step"] for line in read_metrics(run)] == [1, 2, 3, 4, 5]
     train(micro, data, run)  # the poison gone, the run goes on as if there had been none
     train(micro, data, tmp_path / "whole")
-    assert told(run) == told(tmp_path / "whole")
+    assert repeatable_metrics(run) == repeatable_metrics(tmp_path / "whole")
     with poisoned(1, monkeypatch, float("inf")), pytest.raises(HeadgateError, match="there is no checkpoint"):
         train(micro, data, tmp_path / "first")
 
@@ -149,7 +149,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_says_so(
     message = str(caught.value)
     assert message.startswith(f"the checkpoint of step 3 cannot be written to {str(run / 'checkpoints')!r}: ")
     assert "File too large" in message
-    assert message.endswith("the checkpoint of step 2 is intact, and the same command goes on from it")
+    assert message.endswith("the checkpoint of step 2 is intact, and the same command resumes from it")
     assert {p: p.read_bytes() for p in (run / "checkpoints").rglob("*") if p.is_file()} == before
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-00000001", "step-00000002"]
     headgate.load(run)
@@ -190,7 +190,7 @@ def test_torn_lines_and_leftovers_do_no_harm(data: Path, micro: Config, tmp_path
     assert len(read_metrics(run)) == 2
     headgate.load(run)
     train(micro, data, run)
-    assert told(run) == told(tmp_path / "whole")
+    assert repeatable_metrics(run) == repeatable_metrics(tmp_path / "whole")
     assert not list(run.glob(".*.tmp"))
     assert not list((run / "checkpoints").glob(".*"))
 
@@ -212,7 +212,7 @@ def test_from_a_damaged_checkpoint_training_goes_back_to_the_one_before(
     train(micro, data, run)
     assert f"headgate: '{weights}' is damaged" in (said := capsys.readouterr().err)
     assert "; going back to step 1\n" in said
-    assert told(run) == told(tmp_path / "whole")
+    assert repeatable_metrics(run) == repeatable_metrics(tmp_path / "whole")
     files = [
         path / "checkpoints" / "step-00000012" / "model.safetensors" for path in (run, tmp_path / "whole")
     ]

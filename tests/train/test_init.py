@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_runs import changed, told
+from small_runs import changed, repeatable_metrics
 
 import headgate
 from headgate.cli import run as command
@@ -39,7 +39,7 @@ def test_a_run_begins_with_them_and_the_gates_move(
     for name, parameter in after.named_parameters():
         moved = (parameter - before.get_parameter(name).float()).abs().max()
         assert moved > 1e-3 if ".mechanism." in name else moved < 1e-4, name
-    gates = [line["gates"][0]["mean"] for line in told(tmp_path / "run") if "gates" in line]
+    gates = [line["gates"][0]["mean"] for line in repeatable_metrics(tmp_path / "run") if "gates" in line]
     assert gates[0] > 0.99
     assert gates[-1] < gates[0] - 1e-4
 
@@ -69,22 +69,22 @@ def test_a_run_that_stopped_before_its_first_checkpoint_begins_with_them_again(
         with pytest.raises(Killed):
             train(micro, data, tmp_path / "run", init=weights)
     train(micro, data, tmp_path / "run")
-    assert told(tmp_path / "run") == told(tmp_path / "whole")
+    assert repeatable_metrics(tmp_path / "run") == repeatable_metrics(tmp_path / "whole")
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     shutil.rmtree(weights)
-    with pytest.raises(HeadgateError, match="the weights it began with are no longer in"):
+    with pytest.raises(HeadgateError, match="the weights it started from are no longer in"):
         train(micro, data, tmp_path / "run")
 
 
 def test_other_first_weights_are_refused(micro: Config, data: Path, weights: Path, tmp_path: Path) -> None:
     train(micro, data, tmp_path / "random")
-    with pytest.raises(HeadgateError, match="is a run that began with random weights, and not with those of"):
+    with pytest.raises(HeadgateError, match="is a run that started from random weights, not from those of"):
         train(micro, data, tmp_path / "random", init=weights)
     train(micro, data, tmp_path / "run", init=weights)
     train(micro, data, tmp_path / "run", init=weights)  # the same command again
     Decoder(micro.model, seed=9).save(tmp_path / "other.safetensors")
     with pytest.raises(
-        HeadgateError, match=r"began with the weights of '.*weights/model.safetensors', and not"
+        HeadgateError, match=r"started from the weights of '.*weights/model.safetensors', not"
     ):
         train(micro, data, tmp_path / "run", init=tmp_path / "other.safetensors")
 
@@ -113,14 +113,12 @@ def test_a_model_that_is_no_run_can_be_evaluated(
     assert result["gates"][0]["mean"] > 0.999
     train(changed(micro, steps=1), data, tmp_path / "run", init=weights)
     assert len(evaluate_run(tmp_path / "run", context=12)["by_position"]) == 5
-    with pytest.raises(
-        HeadgateError, match="is a model and no run, so it has no data and context of its own"
-    ):
+    with pytest.raises(HeadgateError, match="is a model, not a run, so it has no data or context of its own"):
         evaluate_run(weights, data=data)
     with pytest.raises(HeadgateError, match="context=0 is too small"):
         evaluate_run(weights, data=data, context=0)
     Decoder(replace(micro.model, vocab_size=100)).save(tmp_path / "few.safetensors")
-    with pytest.raises(HeadgateError, match="has 257 kinds of tokens, and the model knows 100"):
+    with pytest.raises(HeadgateError, match="has 257 kinds of tokens, but the model knows 100"):
         evaluate_run(tmp_path / "few.safetensors", data=data, context=24)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import changed, told
+from small_runs import changed, repeatable_metrics
 from torch import Tensor
 
 import headgate
@@ -55,7 +55,7 @@ def weights(run: Path, which: str = "last") -> dict[str, Tensor]:
 
 
 def assert_same_run(one: Path, other: Path) -> None:
-    assert told(one) == told(other)
+    assert repeatable_metrics(one) == repeatable_metrics(other)
     ours, theirs = weights(one), weights(other)
     for name, tensor in ours.items():
         assert torch.equal(tensor, theirs[name]), name
@@ -144,9 +144,9 @@ def test_how_a_run_is_carried_out_does_not_change_it(
 ) -> None:
     train(micro, data, tmp_path / "plain")
     train(micro, data, tmp_path / "other", options)
-    lines = told(tmp_path / "plain")
+    lines = repeatable_metrics(tmp_path / "plain")
     kept = [line for line in lines if line["step"] % options.log_every == 0 or "validation" in line]
-    assert told(tmp_path / "other") == kept
+    assert repeatable_metrics(tmp_path / "other") == kept
     for name, tensor in weights(tmp_path / "plain").items():
         assert torch.equal(tensor, weights(tmp_path / "other")[name]), name
 
@@ -161,7 +161,7 @@ def test_a_run_stopped_and_resumed_is_the_run_never_stopped(
     outcome = train(micro, data, tmp_path / "halved", RunOptions(track=("os",)))
     # The signal comes when the step is told; the next one is on its way and is finished.
     assert (outcome.step, outcome.signal) == ((at + 1, signal.SIGTERM) if at < 11 else (12, None))
-    assert len(told(tmp_path / "halved")) == at + 1
+    assert len(repeatable_metrics(tmp_path / "halved")) == at + 1
     outcome = train(micro, data, tmp_path / "halved")
     assert (outcome.step, outcome.signal) == (12, None)
     assert_same_run(tmp_path / "whole", tmp_path / "halved")
@@ -173,20 +173,25 @@ def test_a_run_stopped_and_resumed_is_the_run_never_stopped(
 def test_random_numbers_resume_too(
     data: Path, micro: Config, tmp_path: Path, stop_at: dict[str, Any]
 ) -> None:
+    drawn: list[float] = []
+
     class Dropout(Full):
         def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:
+            if self.training:
+                drawn.append(torch.rand(()).item())
             return torch.nn.functional.dropout(super().attend(x, q, k, v, past), 0.2, self.training)
 
     MECHANISMS.register("dropout-test")(Dropout)
     try:
         config = replace(micro, model=replace(micro.model, mechanism=(MechanismSpec("dropout-test"),)))
         train(config, data, tmp_path / "whole")
+        assert len(set(drawn)) == len(drawn) > config.train.steps
         stop_at["at"] = 5
         train(config, data, tmp_path / "halved", RunOptions(track=("os",)))
         train(config, data, tmp_path / "halved")
         assert_same_run(tmp_path / "whole", tmp_path / "halved")
         train(replace(config, seed=1), data, tmp_path / "other")
-        assert told(tmp_path / "other") != told(tmp_path / "whole")
+        assert repeatable_metrics(tmp_path / "other") != repeatable_metrics(tmp_path / "whole")
     finally:
         MECHANISMS.unregister("dropout-test")
 
@@ -229,18 +234,18 @@ def test_another_configuration_is_refused_with_the_difference(
 ) -> None:
     run = tmp_path / "run"
     train(changed(micro, steps=2), data, run)
-    before = told(run)
+    before = repeatable_metrics(run)
     other = replace(changed(micro, steps=3), seed=4)
     with pytest.raises(HeadgateError) as caught:
         train(other, data, run)
     message = str(caught.value)
-    assert "train.steps=2 and not 3" in message
-    assert "seed=0 and not 4" in message
+    assert "train.steps=2, not 3" in message
+    assert "seed=0, not 4" in message
     assert f"headgate train --out {run}" in message
     assert "\n" not in message
     with pytest.raises(HeadgateError, match=r"model\.mechanism="):
         train(replace(micro, model=replace(micro.model, mechanism=(MechanismSpec("full"),))), data, run)
-    assert told(run) == before
+    assert repeatable_metrics(run) == before
 
 
 def test_other_data_is_refused(data: Path, micro: Config, tmp_path: Path) -> None:
@@ -276,7 +281,7 @@ def test_what_cannot_work_is_said_before_anything_is_written(
 
 def test_a_folder_of_something_else_is_refused(data: Path, micro: Config, tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("mine")
-    with pytest.raises(HeadgateError, match=r"holds 'thesis.tex' and no config.json, so it is no run"):
+    with pytest.raises(HeadgateError, match=r"holds 'thesis.tex' but no config.json, so it is not a run"):
         train(micro, data, tmp_path)
     with pytest.raises(HeadgateError, match="is a file; expected a folder"):
         train(micro, data, tmp_path / "thesis.tex")
@@ -301,7 +306,7 @@ def test_only_one_process_trains_a_folder(data: Path, micro: Config, tmp_path: P
 
 
 def test_shard_needs_torchrun(data: Path, micro: Config, tmp_path: Path) -> None:
-    with pytest.raises(HeadgateError, match="there is only this one; start it with torchrun"):
+    with pytest.raises(HeadgateError, match="there is only one; start it with torchrun"):
         train(micro, data, tmp_path / "run", RunOptions(shard=True))
     with pytest.raises(HeadgateError, match="device='gpu' is not a device"):
         train(micro, data, tmp_path / "run", RunOptions(device="gpu"))

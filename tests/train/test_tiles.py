@@ -3,12 +3,15 @@
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+import headgate
 from headgate import machine
+from headgate.config import Config
 from headgate.train.evaluate import autocast
 
 
@@ -22,6 +25,14 @@ def afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
+    "use",
+    [
+        lambda folder: autocast(torch.device("cpu"), "bf16"),
+        lambda folder: headgate.load(folder / "bf16.safetensors"),
+    ],
+    ids=["train", "load"],
+)
+@pytest.mark.parametrize(
     ("flags", "code", "avoided"),
     [
         ("flags: amx_bf16", -signal.SIGILL, True),
@@ -33,6 +44,9 @@ def test_tiles_are_tried_before_they_are_used(
     flags: str,
     code: int,
     avoided: bool,
+    use: Callable[[Path], object],
+    micro: Config,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -44,10 +58,14 @@ def test_tiles_are_tried_before_they_are_used(
 
     monkeypatch.setattr(machine, "_cpu_flags", lambda: flags)
     monkeypatch.setattr(machine.subprocess, "run", run)
+    decoder = headgate.build_model(micro)
+    decoder.save(tmp_path / "fp32.safetensors")
+    decoder.bfloat16().save(tmp_path / "bf16.safetensors")
     autocast(torch.device("cpu"), "fp32")
+    headgate.load(tmp_path / "fp32.safetensors")
     assert not tries, "only bf16 uses them"
-    for _ in range(3):
-        autocast(torch.device("cpu"), "bf16")
+    for _ in range(2):
+        use(tmp_path)
     assert len(tries) == ("amx" in flags), "once a process"
     assert ("ONEDNN_MAX_CPU_ISA" in os.environ) == avoided
     assert capsys.readouterr().err.count("AMX") == avoided

@@ -1,4 +1,4 @@
-"""Trackers: what they are told, what is said when one is missing. And the command line of a run."""
+"""Trackers: what is logged, and what is said when one is missing. And the command line of a run."""
 
 import sys
 import types
@@ -24,25 +24,25 @@ def test_a_service_is_told_every_step(
     name: str, data: Path, micro: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against a stand-in with the two calls that both services have."""
-    told: list[tuple[int, Mapping[str, float]]] = []
+    logged: list[tuple[int, Mapping[str, float]]] = []
     begun: list[dict[str, Any]] = []
     finished: list[bool] = []
     run = types.SimpleNamespace(
-        log=lambda values, step: told.append((step, values)), finish=lambda: finished.append(True)
+        log=lambda values, step: logged.append((step, values)), finish=lambda: finished.append(True)
     )
     module = types.ModuleType(name)
     module.init = lambda **options: begun.append(options) or run  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, name, module)
     train(changed(micro, steps=4), data, tmp_path / "run", RunOptions(track=(name,)))
-    assert [step for step, _ in told] == [1, 2, 3, 4]
+    assert [step for step, _ in logged] == [1, 2, 3, 4]
     assert begun[0]["config"] == config.to_dict(changed(micro, steps=4))
     assert begun[0]["name"] == "run"
     assert finished == [True]
     last = read_metrics(tmp_path / "run")[-1]
-    assert told[-1][1]["loss"] == last["loss"]
-    assert told[-1][1]["validation/loss"] == last["validation"]["loss"]
-    assert told[-1][1]["validation/by_position/16-23"] == last["validation"]["by_position"][-1]["loss"]
-    assert told[-1][1]["gates/1/mean"] == last["gates"][1]["mean"]
+    assert logged[-1][1]["loss"] == last["loss"]
+    assert logged[-1][1]["validation/loss"] == last["validation"]["loss"]
+    assert logged[-1][1]["validation/by_position/16-23"] == last["validation"]["by_position"][-1]["loss"]
+    assert logged[-1][1]["gates/1/mean"] == last["gates"][1]["mean"]
 
 
 def test_tensorboard_holds_the_losses(data: Path, micro: Config, tmp_path: Path) -> None:
@@ -92,8 +92,8 @@ def test_the_command_line_takes_settings_anywhere(data: Path, micro: Config, tmp
     [
         (["tinny", "--data", "d"], "unknown recipe 'tinny'; did you mean 'tiny'"),
         (["absent.json", "--data", "d"], "'absent.json' cannot be read"),
-        (["tiny"], "a new run needs tokens to train on; give --data"),
-        ([], "is no run to go on with; name a recipe"),
+        (["tiny"], "a new run needs data to train on; give --data"),
+        ([], "is not a run to resume; name a recipe"),
         (["tiny", "--data", "absent"], "'absent' is not a folder"),
         (["tiny", "--data", "d", "train.stepz=3"], "unknown key 'train.stepz'; did you mean 'steps'"),
         (["tiny", "--data", "d", "--mechanism", "locl"], "unknown mechanism 'locl'; did you mean 'local'"),

@@ -1,4 +1,4 @@
-"""Runs on this machine: processes of its own, a few at a time, which end with the study's process."""
+"""Runs on this machine: separate processes, a few at a time, which end with the study's process."""
 
 import os
 import subprocess
@@ -40,11 +40,14 @@ class LocalExecutor:
         for process in self._running.values():
             process.wait()
 
+    def cancel(self) -> None:
+        self.stop()
+
     def _launch(self) -> None:
         while self._waiting and len(self._running) < self.at_once:
             task = self._waiting.pop(0)
             words = ["-m", "headgate.compare.executors.worker", str(self.study), task.key, str(os.getpid())]
-            # A session of its own, so that Ctrl-C reaches this process alone, which then stops the runs.
+            # In its own session, so that Ctrl-C reaches only this process, which then stops the runs.
             self._running[task.key] = subprocess.Popen(
                 [sys.executable, *words], stdin=subprocess.DEVNULL, start_new_session=True
             )

@@ -1,8 +1,8 @@
 """Carries out one run of a study, wherever an engine has put it.
 
-The run itself is a child, `headgate train` as a person would call it, under torchrun where a run has several
-processes. The worker holds the run's lease while the child lives, and notes how it ended. It imports nothing
-heavy, so it costs next to nothing beside the child.
+The run itself is a child process, `headgate train` as a person would call it, under torchrun if a run has
+several processes. The worker holds the run's lease while the child lives, and records how it ended. It
+imports nothing heavy, so it costs next to nothing beside the child.
 """
 
 import ctypes
@@ -12,18 +12,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from headgate import config, files
 from headgate.compare.executors.leases import Lease
 from headgate.errors import HeadgateError
 
 PR_SET_PDEATHSIG = 1
+STOPPED = {code for number in (signal.SIGTERM, signal.SIGINT) for code in (-number, 128 + number)}
+"""Exit codes of a run that was asked to stop, and saved first."""
 PATIENCE = 60.0
-"""Seconds that the process of a dead worker is given to save and to leave the run's folder."""
+"""Seconds that a dead worker's process is given to save and leave the run's folder."""
 
 
 @dataclass(frozen=True)
@@ -31,34 +34,36 @@ class Task:
     """A run to be carried out; kept in the study's folder, where the worker finds it."""
 
     key: str
-    """A file name of its own within the study."""
+    """A unique file name within the study."""
     name: str
     """As people see it."""
     words: tuple[str, ...]
-    """Of the command: those after `headgate`."""
+    """The command's words after `headgate`."""
     folder: str
-    """What the run writes to; one process at a time may."""
+    """Where the run writes; only one process at a time may."""
     log: str
     threads: int = 1
     processes: int = 1
-    """Of the run, on each node; more than one are started by torchrun."""
+    """Processes on each node; more than one are started by torchrun."""
     exclusive: bool = False
     """Whether nothing else may run beside it, as when costs are measured."""
     module: str = "headgate"
-    """What Python runs with these words."""
+    """The module that Python runs with these words."""
     end: int = 0
-    """The step it goes to, if it is a run."""
+    """The step it trains to, if it is a run."""
+    silent: str = ""
+    """The pulse of its last holder, if whoever queued it again has waited for another beat in vain."""
     directory: str = field(default_factory=os.getcwd)
-    """Where the paths above count from, if they are relative."""
+    """The folder that relative paths above start from."""
 
     def path(self, name: str) -> Path:
-        """One of the paths above, from anywhere."""
+        """One of the paths above, valid from anywhere."""
         return Path(self.directory, name)
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """Where a run of several nodes finds the others; only the first holds the lease."""
+    """Where a run on several nodes finds the others; only the first holds the lease."""
 
     count: int = 1
     rank: int = 0
@@ -84,21 +89,32 @@ def read_task(study: Path, key: str) -> Task:
     return config.load(Task, task_path(study, key))
 
 
-def work(study: Path, key: str, *, engine: str, job: str = "", nodes: Nodes | None = None) -> int:
-    """Carry out a task; its exit code, or 0 if another has it in hand."""
+def work(
+    study: Path,
+    key: str,
+    *,
+    engine: str,
+    job: str = "",
+    nodes: Nodes | None = None,
+    failing: Callable[[], Any] = lambda: None,
+) -> int:
+    """Carry out a task; returns its exit code, or 0 if another worker has it. `failing` is called before it
+    is noted that the run has failed by itself."""
     task, nodes = read_task(study, key), nodes or Nodes()
     os.chdir(task.directory)
     if nodes.rank:
         return _Child(task, nodes).wait()
     files.own_folder(lease_folder(study, key))
-    lease = Lease.take(lease_folder(study, key), engine=engine, job=job)
+    lease = Lease.take(lease_folder(study, key), engine=engine, job=job, silent=task.silent)
     if lease is None:
         return 0
     _wait_for_folder(Path(task.folder))
     child = _Child(task, nodes)
-    done = lease.keep(child.kill)  # whoever has the run now must not find another writing to it
+    done = lease.keep(child.kill)  # whoever holds the run now must not find another process writing to it
     try:
         code = child.wait()
+        if code not in (0, *STOPPED):
+            failing()
     finally:
         done.set()
     lease.beat(ended=code)
@@ -114,9 +130,14 @@ class _Child:
                 start_new_session=True, preexec_fn=None if sys.platform == "win32" else _end_with_parent,
             )  # fmt: skip
         self._log = task.log
+        self._stopped_by = 0
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, lambda *_: self._process.terminate())
+                signal.signal(number, self._stop)
+
+    def _stop(self, number: int, frame: object) -> None:
+        self._stopped_by = number
+        self._process.terminate()
 
     def kill(self) -> None:
         for pid in (self._process.pid, *_descendants(self._process.pid)):
@@ -128,7 +149,8 @@ class _Child:
         if code < 0:  # a killed process could not log why it ended
             with files.open_own(self._log) as log:
                 files.write_all(log, f"\nthe process was ended by {signal.Signals(-code).name}\n".encode())
-        return code
+        # torchrun calls it a failure of its own that it was asked to stop.
+        return 128 + self._stopped_by if code and self._stopped_by else code
 
 
 def _command(task: Task, nodes: Nodes) -> list[str]:
@@ -157,7 +179,7 @@ def _end_with_parent() -> None:
 
 
 def _descendants(pid: int) -> list[int]:
-    """The processes that a process has started, and those that these have; Linux alone tells."""
+    """The processes that a process has started, and those that they have started; only Linux tells."""
     parents: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError, ValueError):
@@ -170,7 +192,7 @@ def _descendants(pid: int) -> list[int]:
 
 
 def _wait_for_folder(folder: Path) -> None:
-    """Until the child of a worker that died has saved and let go of the run."""
+    """Wait until a dead worker's child has saved and released the run."""
     until = time.monotonic() + PATIENCE
     while folder.is_dir() and time.monotonic() < until:
         try:
@@ -181,11 +203,11 @@ def _wait_for_folder(folder: Path) -> None:
 
 
 def say_how_to_return(active: Set[str], study: Path) -> None:
-    """For an engine whose runs go on when the study's process ends before them."""
+    """For an engine whose runs continue when the study's process ends before them."""
     if active:
         print(
-            f"headgate: the runs go on; the same command waits for them again, headgate status {study} tells "
-            f"how far they are, headgate cancel {study} stops them",
+            f"headgate: the runs continue; the same command waits for them again, headgate status {study} "
+            f"shows how far they have come, headgate cancel {study} stops them",
             file=sys.stderr,
         )
 
@@ -193,7 +215,7 @@ def say_how_to_return(active: Set[str], study: Path) -> None:
 def main(words: Sequence[str]) -> int:
     study, key, parent = words
     _end_with_parent()
-    if os.getppid() != int(parent):  # it died before the request
+    if os.getppid() != int(parent):  # it died before this was asked
         return 128 + signal.SIGTERM
     return work(Path(study), key, engine="local")
 

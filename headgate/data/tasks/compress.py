@@ -14,17 +14,17 @@ from headgate.data.tasks.draws import Draws
 @register_task("compress")
 @dataclass(frozen=True)
 class Compress(DrawnTask):
-    """Random tokens, a mark, and the same tokens again: each of them is asked for.
+    """Random tokens, a mark, and the same tokens again: each of these is asked for.
 
-    The tokens follow no rule, so all of them must be kept: as keys by attention, within its state by a
-    recurrence. MAD has another network decode them from one token's output; here the model itself does.
+    The tokens follow no rule, so all of them must be kept: as keys by attention, in its state by a
+    recurrence. MAD has another network decode them from one token's output; here the model itself does it.
     """
 
     small: ClassVar[Mapping[str, Any]] = {"tokens": 8}
     suite: ClassVar[SuiteSize] = SuiteSize(steps=200, batch_size=32, quick=True)
 
     tokens: int = 31
-    """To keep; a sample is twice as long, with the marks."""
+    """Tokens to keep; a sample is twice as long, plus the marks."""
     alphabet: int = 15
     """Different tokens."""
 

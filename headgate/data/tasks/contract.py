@@ -1,8 +1,8 @@
 """What a task is: options, words, and samples that are a function of (seed, index).
 
 A sample is one sequence as long as the context, and one document. Only its answers count in the loss. A new
-task is one file here: a frozen dataclass with `@register_task("name")`, its options as fields, its docstring
-the explanation. Nothing else lists names.
+task is one file here: a frozen dataclass with `@register_task("name")`, whose fields are its options and
+whose docstring is its explanation. Names are listed nowhere else.
 """
 
 import math
@@ -22,9 +22,9 @@ from headgate.errors import HeadgateError
 from headgate.registry import Registry
 
 LARGEST = 1 << 20
-"""Of context and vocabulary: beyond, they are a slip of the hand that would fill the memory."""
+"""The largest context and vocabulary: anything beyond is a typing error that would fill the memory."""
 BLOCK_TOKENS, BLOCK_SAMPLES = 1 << 20, 1024
-"""Samples are drawn in blocks of at most so many."""
+"""Samples are drawn in blocks of at most this many."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Samples:
     answers: np.ndarray
     """(N,T): nonzero at answers."""
     distances: np.ndarray | None = None
-    """(N,T), read at answers: how far before the query, the token before the answer, stands what it needs."""
+    """(N,T), read at answers: how far before the query (the token before the answer) is what it needs."""
     pairs: np.ndarray | None = None
-    """(N,): among how many pairs."""
+    """(N,): the number of pairs in each sample."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class SuiteSize:
     """How `headgate suite` trains on a task: enough for full attention to solve it."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of the task."""
+    """The task's options."""
     steps: int = 400
     batch_size: int = 16
     quick: bool = False
@@ -59,20 +59,20 @@ class SyntheticTask:
 
     name: ClassVar[str]
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    """Named sets of options, written as a bare word: mqar:zoology."""
+    """Named sets of options, given as a bare word: mqar:zoology."""
     small: ClassVar[Mapping[str, Any]] = {}
-    """Options of a sample short enough to read."""
+    """Options that make a sample short enough to read."""
     suite: ClassVar[SuiteSize] = SuiteSize()
     judged_by: ClassVar[Literal["accuracy", "loss"]] = "accuracy"
 
     @property
     def context(self) -> int:
-        """Tokens of a sample; train with the same context."""
+        """Tokens in a sample; train with the same context."""
         raise NotImplementedError
 
     @property
     def words(self) -> Sequence[str]:
-        """The tokens from number 1 on; number 0 ends a text."""
+        """The tokens from number 1 up; number 0 ends a text."""
         raise NotImplementedError
 
     @property
@@ -81,7 +81,7 @@ class SyntheticTask:
 
     @property
     def guesses(self) -> int:
-        """How many answers are equally likely to a model that knows nothing of the sample."""
+        """How many answers are equally likely to a model that knows nothing about the sample."""
         raise NotImplementedError
 
     @property
@@ -90,7 +90,7 @@ class SyntheticTask:
 
     @property
     def request(self) -> dict[str, Any]:
-        """What the manifest keeps of the options."""
+        """The options as the manifest keeps them."""
         return config.to_dict(self)
 
     @property
@@ -98,7 +98,7 @@ class SyntheticTask:
         return ()
 
     def parts(self, shares: Shares) -> Iterator[tuple[str, Samples]]:
-        """All samples, split by split, some at a time."""
+        """All samples, split by split, a block at a time."""
         raise NotImplementedError
 
     def marks(self, samples: Samples) -> np.ndarray:
@@ -106,7 +106,7 @@ class SyntheticTask:
         return (samples.answers != 0).astype(np.uint8)
 
     def optimum(self, samples: Samples) -> tuple[float, float]:
-        """What the best model can reach on these samples: its losses and its right answers, summed up."""
+        """The best model's losses and right answers on these samples, both summed."""
         return 0.0, float(np.count_nonzero(samples.answers))
 
     def record(self, val: Level, test: Level) -> TaskRecord:
@@ -122,12 +122,12 @@ class SyntheticTask:
 
 @dataclass(frozen=True)
 class DrawnTask(SyntheticTask):
-    """A task whose sample number i of a split is a function of (seed, split, i) and of its other options."""
+    """A task whose sample number i of a split is a function of (seed, split, i) and its other options."""
 
     samples: int = 20_000
-    """To train on; fresh ones all, if training takes no more."""
+    """Training samples; all are fresh if training uses no more."""
     held_out: int = 1_000
-    """For validation, and as many for the test: the same ones however many are trained on."""
+    """Validation samples, and as many test samples: the same however many there are to train on."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -138,20 +138,20 @@ class DrawnTask(SyntheticTask):
         self.check_options()
         if len(self.groups) > MOST_GROUPS:
             raise HeadgateError(
-                f"{self.name} would tell {len(self.groups)} kinds of answers apart by distance and pairs, "
-                f"and at most {MOST_GROUPS} fit the loss mask; take a shorter length or fewer pairs"
+                f"{self.name} would have {len(self.groups)} kinds of answers, by distance and number of "
+                f"pairs, but at most {MOST_GROUPS} fit in the loss mask; use a shorter length or fewer pairs"
             )
 
     def check_options(self) -> None:
         """Raise if the options do not go together."""
 
     def draw(self, draws: Draws, rows: np.ndarray) -> Samples:
-        """The samples with these numbers; what they hold comes from `draws` alone."""
+        """The samples with these numbers; their contents come from `draws` alone."""
         raise NotImplementedError
 
     @property
     def pair_counts(self) -> tuple[int, ...]:
-        """The different numbers of pairs that samples have, if answers are judged by them."""
+        """The distinct numbers of pairs that samples have, if answers are judged by them."""
         return ()
 
     @property
@@ -182,7 +182,7 @@ class DrawnTask(SyntheticTask):
         return max(1, min(BLOCK_SAMPLES, BLOCK_TOKENS // self.context))
 
     def sample(self, split: str, first: int, count: int) -> Iterator[Samples]:
-        """Samples number `first` up to `first + count` of a split, some at a time."""
+        """Samples number `first` up to `first + count` of a split, a block at a time."""
         block, end = self.block, first + count
         for number in range(first // block, -(-end // block)):
             rows = np.arange(number * block, (number + 1) * block)
@@ -203,7 +203,7 @@ class DrawnTask(SyntheticTask):
 
 
 def numbered(**counts: int) -> list[str]:
-    """k0 k1 ... v0 v1 ..., of k=8, v=16."""
+    """k0 k1 ... v0 v1 ... for k=8, v=16."""
     return [f"{letter}{number}" for letter, count in counts.items() for number in range(count)]
 
 
@@ -219,14 +219,14 @@ def register_task(name: str) -> Callable[[type[SyntheticTask]], type[SyntheticTa
 
 
 def parse_task(source: str) -> SyntheticTask | None:
-    """The task that a source such as `mqar:pairs=8` asks for; None for another source."""
+    """The task that a source such as `mqar:pairs=8` asks for; None for any other source."""
     name, colon, tail = source.partition(":")
     if name not in TASKS.names():
         return None
     if not colon and Path(source).exists():
         raise HeadgateError(
-            f"{source!r} is a task and also a file or folder here; write ./{source} for that, {source}: for "
-            "the task"
+            f"{source!r} is a task and also a file or folder here; write ./{source} for the file, {source}: "
+            "for the task"
         )
     task = TASKS.get(name)
     assignments, bare = config.split_assignments(tail)
@@ -241,5 +241,5 @@ def parse_task(source: str) -> SyntheticTask | None:
     keys = [key for key, _ in assignments]
     twice = next((key for key in keys if keys.count(key) > 1), None)
     if twice:
-        raise HeadgateError(f"option {twice!r} stands twice in {source!r}; keep one of them")
+        raise HeadgateError(f"option {twice!r} is given twice in {source!r}; keep one of them")
     return config.from_dict(task, options | dict(assignments), where=name)

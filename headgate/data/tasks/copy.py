@@ -15,11 +15,11 @@ from headgate.errors import HeadgateError
 @register_task("copy")
 @dataclass(frozen=True)
 class Copy(DrawnTask):
-    """Tokens strewn among blanks, a mark, and then the same tokens in their order without the blanks.
+    """Tokens scattered among blanks, a mark, and then the same tokens in order without the blanks.
 
-    Where a token stood does not tell its place in the order, so blanks must be told from tokens. The tokens
-    of a sample differ unless `repeats=true`, which MAD has: a token that came twice has two successors, and
-    only what stood before it tells which. `copy:mad` takes MAD's sizes.
+    Where a token is does not tell its place in the order, so blanks must be told from tokens. The tokens of a
+    sample differ unless `repeats=true`, as in MAD: a token that occurs twice has two successors, and only
+    what came before it tells which. `copy:mad` uses MAD's sizes.
     """
 
     small: ClassVar[Mapping[str, Any]] = {"length": 20, "tokens": 4}
@@ -31,26 +31,26 @@ class Copy(DrawnTask):
     }
 
     length: int = 128
-    """Tokens of a sample."""
+    """Tokens in a sample."""
     tokens: int = 16
     """To copy."""
     alphabet: int = 32
     """Different tokens."""
     repeats: bool = False
-    """Whether a token may come twice in a sample."""
+    """Whether a token may occur twice in a sample."""
 
     def check_options(self) -> None:
         config.require_at_least(self, 1, "tokens")
         config.require_at_least(self, 2, "alphabet")
         if self.length < 2 * self.tokens + 1:
             raise HeadgateError(
-                f"length={self.length} is too short for tokens={self.tokens} to stand twice with a mark "
+                f"length={self.length} is too short for tokens={self.tokens} to appear twice with a mark "
                 f"between; give at least {2 * self.tokens + 1}"
             )
         if not self.repeats and self.tokens > self.alphabet:
             raise HeadgateError(
-                f"alphabet={self.alphabet} is too small for tokens={self.tokens} that differ; give more, or "
-                "repeats=true"
+                f"alphabet={self.alphabet} is too small for tokens={self.tokens} different ones; give more, "
+                "or repeats=true"
             )
         self.check_size()
 

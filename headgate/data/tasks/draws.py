@@ -1,15 +1,15 @@
 """Random numbers for tasks: the same on every machine and with every version of numpy.
 
-Philox is a counter-based generator whose raw output numpy promises to keep, unlike that of its distributions.
-So whole numbers are made from the raw bits here, and sorting never meets two equal numbers, whose order would
-be up to the machine.
+Philox is a counter-based generator whose raw output numpy promises to keep, unlike its distributions. So
+whole numbers are made from the raw bits here, and sorting never meets two equal numbers, whose order would
+depend on the machine.
 """
 
 import numpy as np
 
 DENSE = 2
-"""Numbers are drawn again until they differ if their count squared is at most this many times their range; a
-third of the rows succeeds then. Otherwise the whole range is shuffled."""
+"""Numbers are redrawn until they differ if their count squared is at most this many times their range; a
+third of the rows then succeeds. Otherwise the whole range is shuffled."""
 
 
 class Draws:
@@ -23,7 +23,7 @@ class Draws:
         return self._bits.random_raw(int(np.prod(shape))).reshape(shape)
 
     def below(self, bound: int, *shape: int) -> np.ndarray:
-        """Whole numbers from 0 to below `bound`; the bias of a bound of b is b / 2**32."""
+        """Whole numbers from 0 up to but not including `bound`; a bound of b has a bias of b / 2**32."""
         return ((self.raw(*shape) >> np.uint64(32)) * np.uint64(bound) >> np.uint64(32)).astype(np.int64)
 
     def happens(self, chance: float, *shape: int) -> np.ndarray:
@@ -51,6 +51,6 @@ class Draws:
 
     def race(self, rows: int, weights: np.ndarray, count: int) -> np.ndarray:
         """`count` different places of `weights` in each row, drawn one after another by weight, in the order
-        drawn: those that come first if a place arrives after an exponential time with its weight as rate."""
+        drawn: the first to arrive if each place arrives after an exponential time with its weight as rate."""
         uniform = ((self.raw(rows, len(weights)) >> np.uint64(11)).astype(np.float64) + 0.5) / (1 << 53)
         return np.argsort(-np.log(uniform) / weights, axis=1, kind="stable")[:, :count]

@@ -16,11 +16,11 @@ from headgate.errors import HeadgateError
 @register_task("fuzzy-recall")
 @dataclass(frozen=True)
 class FuzzyRecall(DrawnTask):
-    """Keys of several tokens come again and again, each with its value, which has several tokens too.
+    """Keys of several tokens that keep coming back, each with its value, which has several tokens too.
 
-    Keys share their tokens, so none of them alone tells which key it is: what stood before must be put
-    together first. From a key's second time on, every token of its value is asked for. `fuzzy-recall:mad`
-    takes the longest keys and values of MAD, whose own are of one to three tokens.
+    Keys share tokens, so no single token tells which key it is: the tokens before it must be put together
+    first. From a key's second appearance on, every token of its value is asked for. `fuzzy-recall:mad` uses
+    the longest keys and values of MAD, whose own have one to three tokens.
     """
 
     small: ClassVar[Mapping[str, Any]] = {"length": 24, "pairs": 3}
@@ -30,23 +30,23 @@ class FuzzyRecall(DrawnTask):
     }
 
     length: int = 128
-    """Tokens of a sample."""
+    """Tokens in a sample."""
     pairs: int = 8
-    """Different keys of a sample."""
+    """Different keys in a sample."""
     keys: int = 8
     """Different tokens that keys are made of."""
     values: int = 8
     """Different tokens that values are made of."""
     key_size: int = 2
-    """Tokens of a key."""
+    """Tokens in a key."""
     value_size: int = 2
-    """Tokens of a value."""
+    """Tokens in a value."""
 
     def check_options(self) -> None:
         config.require_at_least(self, 1, "pairs", "keys", "values", "key_size", "value_size")
         if self.length < 2 * self.slot:
             raise HeadgateError(
-                f"length={self.length} is too short for a key to come twice; give at least {2 * self.slot}"
+                f"length={self.length} is too short for a key to appear twice; give at least {2 * self.slot}"
             )
         self.check_size()
         if not self.pairs <= self.keys**self.key_size <= 1 << 31:
@@ -57,7 +57,7 @@ class FuzzyRecall(DrawnTask):
 
     @property
     def slot(self) -> int:
-        """Tokens of a key and its value."""
+        """Tokens in a key and its value."""
         return self.key_size + self.value_size
 
     @property

@@ -15,11 +15,11 @@ from headgate.errors import HeadgateError
 @register_task("markov")
 @dataclass(frozen=True)
 class Markov(DrawnTask):
-    """Tokens of a Markov chain that is drawn anew for each sample: every next token is asked for.
+    """Tokens of a Markov chain that is redrawn for each sample: every next token is asked for.
 
     Each row of the chain's table is uniform over all distributions (Dirichlet with ones). The best prediction
-    counts what followed the same token, or the same two of order 2, and adds one to each count: its loss is
-    the optimum, computed over the validation split.
+    counts what followed the same token (for order 2, the same two tokens) and adds one to each count: its
+    loss is the optimum, computed over the validation split.
     """
 
     small: ClassVar[Mapping[str, Any]] = {"states": 3, "length": 20}
@@ -31,7 +31,7 @@ class Markov(DrawnTask):
     states: int = 8
     """Different tokens."""
     length: int = 128
-    """Tokens of a sample."""
+    """Tokens in a sample."""
 
     def check_options(self) -> None:
         config.require_at_least(self, 1, "order")
@@ -81,7 +81,7 @@ class Markov(DrawnTask):
         return Samples(tokens + 1, answers)
 
     def _before(self, states: np.ndarray, place: int) -> np.ndarray:
-        """The row of the table that the tokens before a place point to: (N,)."""
+        """The row of the table that the tokens before a place select: (N,)."""
         row = np.zeros(len(states), dtype=np.int64)
         for state in range(place - self.order, place):
             row = row * self.states + states[:, state]

@@ -12,7 +12,7 @@ from headgate.data.tasks.draws import Draws
 from headgate.errors import HeadgateError
 
 TABLE = 3
-"""The number, as of a fourth split, under which the table is drawn."""
+"""The number, like that of a fourth split, under which the table is drawn."""
 
 
 @register_task("memorise")
@@ -20,15 +20,15 @@ TABLE = 3
 class Memorise(DrawnTask):
     """Keys, each followed by its value, which is the same in every sample and must be learnt by heart.
 
-    A key comes at most once in a sample, so the context does not help: this asks what the weights can hold,
-    and how much a mechanism's mixing of tokens disturbs it.
+    A key appears at most once in a sample, so the context does not help: this tests what the weights can
+    hold, and how much a mechanism's mixing of tokens disturbs it.
     """
 
     small: ClassVar[Mapping[str, Any]] = {"length": 12}
     suite: ClassVar[SuiteSize] = SuiteSize(steps=150, batch_size=32)
 
     length: int = 32
-    """Tokens of a sample, an even number."""
+    """Tokens in a sample, an even number."""
     keys: int = 128
     values: int = 128
 
@@ -36,8 +36,8 @@ class Memorise(DrawnTask):
         config.require_at_least(self, 2, "length", "values")
         if self.length % 2 or self.keys < self.length // 2:
             raise HeadgateError(
-                f"length={self.length} and keys={self.keys} do not fit; expected an even length, and a key "
-                "for every second token of it"
+                f"length={self.length} and keys={self.keys} do not go together; expected an even length, and "
+                "a key for every second token of it"
             )
         self.check_size()
 

@@ -1,4 +1,4 @@
-"""mqar: multi-query associative recall, as Zoology (arXiv 2312.04927) has it."""
+"""mqar: multi-query associative recall, as in Zoology (arXiv 2312.04927)."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -15,11 +15,11 @@ from headgate.errors import HeadgateError
 @register_task("mqar")
 @dataclass(frozen=True)
 class Mqar(DrawnTask):
-    """Pairs of key and value, then every key once more among filler: its value is asked for.
+    """Key-value pairs, then every key once more among filler: its value is asked for.
 
-    Keys and values differ within a sample and are paired anew in each. Queries stand on every second place
+    Keys and values differ within a sample and are paired anew in each. Queries are at every second place
     after the pairs, drawn by a power law, so that most come soon. Several lengths and numbers of pairs, as in
-    `mqar:length=[64,128],pairs=[4,8]`, are mixed: a sample has one of them and is filled up to the longest.
+    `mqar:length=[64,128],pairs=[4,8]`, are mixed: a sample has one of them and is padded to the longest.
     """
 
     small: ClassVar[Mapping[str, Any]] = {"length": 20, "pairs": 3, "keys": 8, "values": 8}
@@ -48,45 +48,45 @@ class Mqar(DrawnTask):
     }
 
     length: tuple[int, ...] = (128,)
-    """Tokens of a sample."""
+    """Tokens in a sample."""
     pairs: tuple[int, ...] = (8,)
-    """Of a sample; as many numbers as lengths, or one of both for all."""
+    """Pairs in a sample; as many numbers as lengths, or a single number for all."""
     shares: tuple[int, ...] = (1,)
-    """How often each of them comes."""
+    """How often each of them occurs."""
     keys: int = 64
     """Different keys, of which a sample uses `pairs`."""
     values: int = 64
     filler: int = 32
     """Different tokens between the queries; with 0 they are keys and values too, as in Zoology."""
     power: float = 0.01
-    """Of the law by which the places of the queries are drawn: 1 is evenly, near 0 most come soon."""
+    """The exponent of the law by which the queries' places are drawn: 1 is even, near 0 most come soon."""
 
     def check_options(self) -> None:
         sizes = {len(self.length), len(self.pairs), len(self.shares)} - {1}
         if len(sizes) > 1 or not (self.length and self.pairs and self.shares):
             raise HeadgateError(
                 f"length={list(self.length)}, pairs={list(self.pairs)} and shares={list(self.shares)} do not "
-                "match; give as many of each, or one"
+                "match; give the same number of each, or one"
             )
         if min(self.shares) < 1 or sum(self.shares) > 1000:
             raise HeadgateError(
-                f"shares={list(self.shares)} are not whole numbers above 0 and up to 1000 in all"
+                f"shares={list(self.shares)} are not whole numbers above 0 with a sum of at most 1000"
             )
         for length, pairs in self.mixture:
             if pairs < 1 or 4 * pairs > length:
                 raise HeadgateError(
-                    f"length={length} does not fit pairs={pairs}; pairs and queries take two tokens each, so "
-                    f"{max(1, pairs)} of them need at least {4 * max(1, pairs)}"
+                    f"length={length} does not fit pairs={pairs}; a pair and its query take two tokens each, "
+                    f"so {max(1, pairs)} of them need at least {4 * max(1, pairs)}"
                 )
             for name, known in (("keys", self.keys), ("values", self.values)):
                 if known < pairs:
                     raise HeadgateError(
-                        f"{name}={known} are too few for pairs={pairs} that differ; give more"
+                        f"{name}={known} are too few for pairs={pairs} different ones; give more"
                     )
         if self.filler < 0 or not 0 < self.power <= 1:
             raise HeadgateError(
-                f"filler={self.filler} and power={self.power} do not fit; expected at least 0, and above 0 "
-                "up to 1"
+                f"filler={self.filler} and power={self.power} do not fit; expected filler of at least 0, and "
+                "power above 0 and up to 1"
             )
         self.check_size()
 
@@ -128,7 +128,7 @@ class Mqar(DrawnTask):
         return Samples(tokens, far, far, counts)
 
     def _draw(self, draws: Draws, rows: int, length: int, pairs: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens (N,T), and at each answer how far back its key stands."""
+        """Tokens (N,T), and at each answer how far back its key is."""
         keys = 1 + draws.distinct(rows, self.keys, pairs)
         values = 1 + self.keys + draws.distinct(rows, self.values, pairs)
         first, fillers = (

@@ -1,4 +1,4 @@
-"""needle: pairs of key and value hidden in filler text, asked for at the end."""
+"""needle: key-value pairs hidden in filler text, asked for at the end."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,19 +12,19 @@ from headgate.data.tasks.draws import Draws
 from headgate.errors import HeadgateError
 
 TEXT = 3
-"""The number, as of a fourth split, under which the filler's language is drawn."""
+"""The number, like that of a fourth split, under which the filler's language is drawn."""
 SUCCESSORS = 4
-"""Words that may follow a word of the filler."""
+"""Words that may follow each word of the filler."""
 
 
 @register_task("needle")
 @dataclass(frozen=True)
 class Needle(DrawnTask):
-    """Filler text that hides pairs of key and value at any depth; at the end the keys come again.
+    """Filler text that hides key-value pairs at any depth; at the end the keys come again.
 
-    The filler is text of a small language that is the same in every sample: each word has four successors,
-    one of them as likely as the others together. What counts is how far back a needle lies: distances are
-    even over the length.
+    The filler is text in a small language that is the same in every sample: each word has four successors,
+    one of them as likely as the others together. What matters is how far back a needle is: distances are
+    spread evenly over the length.
     """
 
     small: ClassVar[Mapping[str, Any]] = {"length": 24, "needles": 2}
@@ -33,13 +33,13 @@ class Needle(DrawnTask):
     )
 
     length: int = 256
-    """Tokens of a sample."""
+    """Tokens in a sample."""
     needles: int = 4
     """Pairs hidden in it."""
     keys: int = 16
     values: int = 16
     filler: int = 64
-    """Different words of the filler."""
+    """Different words in the filler."""
 
     def check_options(self) -> None:
         config.require_at_least(self, 1, "needles", "filler")
@@ -51,7 +51,7 @@ class Needle(DrawnTask):
             )
         if self.keys < self.needles:
             raise HeadgateError(
-                f"keys={self.keys} are too few for needles={self.needles} that differ; give more"
+                f"keys={self.keys} are too few for needles={self.needles} different ones; give more"
             )
         self.check_size()
 
@@ -83,7 +83,7 @@ class Needle(DrawnTask):
         return Samples(tokens, far, far)
 
     def _filler(self, draws: Draws, rows: int) -> np.ndarray:
-        """Words (N,T): half of the time a word's first successor follows it, else one of the others."""
+        """Words (N,T): half the time a word's first successor follows it, otherwise one of the others."""
         after = Draws(self.seed, TEXT, 0).below(self.filler, self.filler, SUCCESSORS)
         others = np.minimum(draws.below(2 * (SUCCESSORS - 1), rows, self.length), SUCCESSORS - 1)
         words = np.empty((rows, self.length), dtype=np.int64)

@@ -15,10 +15,10 @@ from headgate.errors import HeadgateError
 @register_task("noisy-recall")
 @dataclass(frozen=True)
 class NoisyRecall(DrawnTask):
-    """Keys come again and again, each with its value of this sample, and noise stands between them.
+    """Keys that keep coming back, each with its value for this sample, with noise between them.
 
-    From the second time on, a key's value is asked for. `noisy-recall:clean` leaves the noise out, which is
-    MAD's in-context recall.
+    From its second appearance on, a key's value is asked for. `noisy-recall:clean` leaves the noise out,
+    which is MAD's in-context recall.
     """
 
     small: ClassVar[Mapping[str, Any]] = {"length": 20, "keys": 3}
@@ -26,20 +26,20 @@ class NoisyRecall(DrawnTask):
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"clean": {"share": 0.0}}
 
     length: int = 128
-    """Tokens of a sample, an even number."""
+    """Tokens in a sample, an even number."""
     keys: int = 8
     values: int = 8
     noise: int = 16
     """Different noise tokens."""
     share: float = 0.2
-    """Of the pairs that are noise."""
+    """The share of pairs that are noise."""
 
     def check_options(self) -> None:
         config.require_at_least(self, 2, "length", "values")
         config.require_at_least(self, 1, "keys", "noise")
         if self.length % 2 or not 0 <= self.share < 1:
             raise HeadgateError(
-                f"length={self.length} and share={self.share} do not fit; expected an even number, and a "
+                f"length={self.length} and share={self.share} do not fit; expected an even length, and a "
                 "share from 0 to below 1"
             )
         self.check_size()
@@ -71,7 +71,8 @@ class NoisyRecall(DrawnTask):
 
 
 def slots_since(keys: np.ndarray, count: int) -> np.ndarray:
-    """How many slots ago the key of each slot (N,S) came last; 0 for the first time, and for keys below 0."""
+    """How many slots ago the key of each slot (N,S) last appeared; 0 for the first time, and for keys below
+    0."""
     each = np.arange(len(keys))
     last = np.full((len(keys), count), -1, dtype=np.int64)
     since = np.zeros(keys.shape, dtype=np.int64)

@@ -2,17 +2,17 @@
 
 A sequence as long as the training context first pairs keys with values, `k7 v3 k1 v9 ...`; the rest is noise,
 in which keys come back, each once and followed by its value again. Only those values count in the loss (the
-`.ds.loss` mask): to predict one, the model must find the pair that stands at a known distance before. Queries
-lie at distances that are as likely in each doubling, up to the length of the context.
+`.ds.loss` mask): to predict one, the model must find the pair at a known distance before. Queries are at
+distances that are equally likely in each doubling, up to the length of the context.
 
     recall:context=1024,pairs=32,queries=32,noise=64,sequences=8000,seed=0
 
-To find the value of a key, one layer must mark each value with the key before it, and a second one look for
-the mark: that takes millions of tokens to learn. With `joined=true` a pair is a single token, `k7=v3`, and so
-is the answer: one layer can look it up, and learns to within minutes on a laptop.
+To find a key's value, one layer must mark each value with the key before it, and a second must look for the
+mark: that takes millions of tokens to learn. With `joined=true` a pair is a single token, `k7=v3`, and so is
+the answer: one layer can look it up, and learns to do so within minutes on a laptop.
 
 Pairs are new in every sequence, so nothing can be learnt by heart. A sequence is a document; its length, with
-the closing token, is the context, so that the windows a loader cuts are the sequences.
+the closing token, is the context, so the windows that a loader cuts are the sequences.
 """
 
 import itertools
@@ -35,9 +35,9 @@ AT_ONCE = 512
 @register_task("recall")
 @dataclass(frozen=True)
 class Recall(SyntheticTask):
-    """Pairs of key and value, then keys that come back among noise, at distances even in their doublings.
+    """Key-value pairs, then keys that come back among noise, at distances even in their doublings.
 
-    With `joined=true` a pair is one token, and one layer can look its answer up.
+    With `joined=true` a pair is one token, and one layer can look up its answer.
     """
 
     small: ClassVar[Mapping[str, Any]] = {"context": 20, "pairs": 3, "queries": 2}
@@ -46,9 +46,9 @@ class Recall(SyntheticTask):
     )
 
     context: int = 1024
-    """Tokens of a sequence; train with the same context."""
+    """Tokens in a sequence; train with the same context."""
     pairs: int = 32
-    """Keys that a sequence pairs with values at its beginning."""
+    """Keys that a sequence pairs with values at its start."""
     queries: int = 32
     """How many of them come back, each once."""
     keys: int = 128
@@ -57,9 +57,9 @@ class Recall(SyntheticTask):
     joined: bool = False
     """Whether a pair is one token instead of two."""
     noise: int = 64
-    """Different tokens that stand between the queries."""
+    """Different tokens between the queries."""
     sequences: int = 8000
-    """Over all splits."""
+    """Sequences over all splits."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -83,7 +83,7 @@ class Recall(SyntheticTask):
 
     @property
     def head(self) -> int:
-        """Tokens that the pairs at the beginning take."""
+        """Tokens that the pairs at the start take."""
         return self.pairs if self.joined else 2 * self.pairs
 
     @property
@@ -117,7 +117,7 @@ class Recall(SyntheticTask):
 
 
 def sequences(recall: Recall, count: int, draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens (count, context), and where an answer stands (1) or not (0)."""
+    """Tokens (count, context), and where there is an answer (1) or not (0)."""
     head, room = recall.head, recall.context - 1 - recall.head
     first_answer = 1 + recall.keys
     first_noise = first_answer + recall.answers
@@ -140,7 +140,7 @@ def sequences(recall: Recall, count: int, draw: np.random.Generator) -> tuple[np
 
 
 def _places(queries: int, slots: int, draw: np.random.Generator) -> np.ndarray:
-    """Different slots out of 0 to `slots`, as likely in each doubling of the distance."""
+    """Different slots out of 0 to `slots`, equally likely in each doubling of the distance."""
     weights = 1.0 / (1.0 + np.arange(slots))
     # The earliest of exponential times with these rates: a draw without replacement by weight.
     times = draw.exponential(size=slots) / weights

@@ -20,7 +20,7 @@ DEFAULT_SHARES = (80, 10, 10)
 
 
 def prepare_task(task: SyntheticTask, source: str, out: Path, shares: Shares = DEFAULT_SHARES) -> Manifest:
-    """Write the folder, whole or not at all; one that is there already must be the same."""
+    """Write the folder, whole or not at all; one that exists already must be the same."""
     if isinstance(task, DrawnTask) and shares != DEFAULT_SHARES:
         raise HeadgateError(
             f"source {source!r} does not take --splits; say how many with {task.name}:samples=N,held_out=N"
@@ -97,7 +97,7 @@ def _write(task: SyntheticTask, request: dict[str, object], shares: Shares, fold
 
 
 def _level(sums: np.ndarray) -> Level:
-    """Rounded, because logarithms may differ in the last digit from machine to machine."""
+    """Rounded, because logarithms may differ in the last digit between machines."""
     loss, right, answers = map(float, sums)
     return Level(round(loss / answers, 6), round(right / answers, 6)) if answers else Level(0.0, 1.0)
 

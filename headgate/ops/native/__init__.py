@@ -1,1 +1,1 @@
-"""The C++ kernels for the CPU, without torch headers, and the file that loads what was built of them."""
+"""The C++ kernels for the CPU, without torch headers, and the file that loads what was built."""

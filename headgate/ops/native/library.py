@@ -1,4 +1,4 @@
-"""Loads the C++ kernels that setup.py built: the library for this CPU's instruction set, by ctypes.
+"""Loads the C++ kernels that setup.py built: the library for this CPU's instruction set, through ctypes.
 
 ctypes releases the GIL during a call. HEADGATE_NATIVE=avx512|avx2|plain, set before the start, asks for one
 library, =off for none; a library that the CPU cannot run is refused, never tried.
@@ -53,11 +53,12 @@ def _choose(wanted: str) -> str:
         return _SANITIZE
     if "plain" not in built:
         note = _FOLDER / "build.txt"
-        raise _Missing(f"not built: {note.read_text().strip() if note.exists() else 'pip builds it'}")
+        compiles = "pip install --no-binary headgate headgate compiles it where there is a C++ compiler"
+        raise _Missing(f"not built: {note.read_text().strip() if note.exists() else compiles}")
     # The plain library runs anywhere, so it may be asked what else does.
     able = _LEVELS[: ctypes.CDLL(str(_file("plain"))).headgate_instruction_set() + 1]
     if wanted and wanted not in able:
-        raise _Missing(f"HEADGATE_NATIVE={wanted} asks for what this CPU does not have")
+        raise _Missing(f"HEADGATE_NATIVE={wanted} asks for instructions that this CPU does not have")
     if wanted and wanted not in built:
         raise _Missing(f"not built: HEADGATE_NATIVE={wanted}")
     return wanted or next(level for level in reversed(able) if level in built)
@@ -77,10 +78,12 @@ def _open(level: str) -> ctypes.CDLL:
 
 
 def _torch_team() -> int | None:
-    """The address of GOMP_parallel in the OpenMP runtime that torch runs on, so that its threads are used.
+    """The address of GOMP_parallel in the OpenMP runtime that torch uses, so that its threads are used here
+    too.
 
-    Importing torch puts the runtime into the process, usually into its global namespace; where it is not, its
-    file is found among the mapped ones. None, where there is no such runtime: the library starts threads.
+    Importing torch loads the runtime into the process, usually into its global namespace; if it is not there,
+    its file is found among the mapped ones. None if there is no such runtime: the library then starts
+    threads.
     """
     maps = Path("/proc/self/maps")
     mapped = {line.split()[-1] for line in maps.read_text().splitlines()} if maps.exists() else set()

@@ -9,7 +9,7 @@
 
 namespace headgate {
 
-// Mirrored by a ctypes.Structure in pair_gate.py. `span` has a window at most; its lse is not used.
+// Mirrored by a ctypes.Structure in pair_gate/native.py. `span` has a window at most; its lse is not used.
 struct PairGateCall {
     SpanCall span;
     int64_t hidden, log_form;

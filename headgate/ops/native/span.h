@@ -27,7 +27,7 @@ struct View {
     float* row(int64_t b, int64_t h, int64_t t) const { return data + b * batch + h * head + t * token; }
 };
 
-// Mirrored by a ctypes.Structure in span.py.
+// Mirrored by a ctypes.Structure in span/native.py.
 struct SpanCall {
     int64_t batch, groups, repeat, queries, keys, width, threads;
     int64_t window, dense_prefix, pinned, ring, start;  // window < 0: none

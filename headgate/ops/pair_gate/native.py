@@ -25,7 +25,7 @@ class PairGateCall(ctypes.Structure):
 def refuse(q: Tensor, hidden: int) -> str | None:
     """Why the kernel cannot take these heads."""
     if hidden not in HIDDEN:
-        return span.refuse(q) or f"hidden width {hidden} is none of {', '.join(map(str, HIDDEN))}"
+        return span.refuse(q) or f"hidden width {hidden} is not one of {', '.join(map(str, HIDDEN))}"
     return span.refuse(q)
 
 

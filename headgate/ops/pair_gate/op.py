@@ -70,7 +70,7 @@ _OPTIONS = "str form, SymInt? window"
 
 
 def _results(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """The output, and of each query's softmax the greatest score and the sum relative to it."""
+    """The output, and for each query's softmax the greatest score and the sum relative to it."""
     b, h, t, d = q.shape
     out = q.new_empty((b, t, h, d)).transpose(1, 2)
     return out, q.new_empty((b, h, t, 2), dtype=accumulator(q))

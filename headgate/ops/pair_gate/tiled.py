@@ -1,7 +1,7 @@
 """Pair-gated attention in plain PyTorch: tiles of queries, the gate's hidden layer in pieces of cache size.
 
-The forward keeps each query's greatest score and sum; the backward computes every tile again. Shapes: q and
-d_out (B,H,Tq,D); k, v (B,G,Tk,D); halves (B,H,T,M). Inside, the hidden layer stands as (B,H,M,n,c) for n
+The forward keeps each query's greatest score and sum; the backward recomputes every tile. Shapes: q and
+d_out (B,H,Tq,D); k, v (B,G,Tk,D); halves (B,H,T,M). Inside, the hidden layer is (B,H,M,n,c) for n
 queries and c keys: keys last, so that every pass over it is contiguous, and the sum over M is a product.
 """
 
@@ -17,9 +17,10 @@ from headgate.ops import reference
 from headgate.ops.span.options import Span
 
 HIDDEN_ELEMENTS = 1 << 20
-"""Values of the hidden layer at a time, 4 MB in fp32: more would leave the cache, less would be all calls."""
+"""Values of the hidden layer at a time, 4 MB in fp32: more would leave the cache, less would be all
+overhead."""
 QUERIES, KEYS = 64, 128
-"""Queries of a tile at most, and keys of a piece at least."""
+"""The most queries in a tile, and the fewest keys in a piece."""
 LINEAR, CUBIC = 2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.044715
 """gelu(z) = z sigmoid(LINEAR z + CUBIC z^3): PyTorch's sigmoid takes a third of its tanh's time."""
 
@@ -56,7 +57,7 @@ class PairGate:
             yield PairTile(slice(first, last), slice(low, high), ~reference.in_span(i, j, Span(window)))
 
     def pieces(self, keys: slice) -> Iterator[tuple[slice, slice]]:
-        """The keys of a tile in pieces: where they lie among all keys, and where among the tile's."""
+        """The keys of a tile in pieces: their place among all keys, and among the tile's."""
         for low in range(keys.start, keys.stop, self.keys):
             high = min(keys.stop, low + self.keys)
             yield slice(low, high), slice(low - keys.start, high - keys.start)
@@ -76,7 +77,7 @@ class PairGate:
 
     @staticmethod
     def slope(z: Tensor, share: Tensor, room: Tensor) -> Tensor:
-        """gelu'(z), in the place of `share`; `room` and z are lost."""
+        """gelu'(z), written over `share`; `room` and z are lost."""
         torch.addcmul(share, share, share, value=-1, out=room).mul_(z)
         return share.addcmul_(room, z.mul_(z).mul_(3 * CUBIC).add_(LINEAR))
 

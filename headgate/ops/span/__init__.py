@@ -1,1 +1,1 @@
-"""Span attention: options, op and paths (native, sdpa, tiled PyTorch); flex and reference lie beside."""
+"""Span attention: options, op and paths (native, sdpa, tiled PyTorch); flex and reference are in ops."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from headgate.ops.gpu import device_kind
 from headgate.ops.native import library
 
 WIDTHS = (16, 32, 64, 96, 128)
@@ -35,10 +36,10 @@ def refuse(q: Tensor) -> str | None:
     reason = library.unavailable()
     if reason is not None:
         return reason
-    if q.device.type != "cpu" or q.dtype != torch.float32:
+    if device_kind(q.device) != "cpu" or q.dtype != torch.float32:
         return f"it computes float32 on the CPU, not {q.dtype} on {q.device.type}".replace("torch.", "")
     if q.shape[-1] not in WIDTHS:
-        return f"head width {q.shape[-1]} is none of {', '.join(map(str, WIDTHS))}"
+        return f"head width {q.shape[-1]} is not one of {', '.join(map(str, WIDTHS))}"
     return None
 
 
@@ -56,8 +57,8 @@ def forward(
     active: Tensor | None = None,
     windows: Sequence[int] | None = None,
 ) -> None:
-    """With few queries some heads may be left out, by `active` (B,H), and each key head have a window of its
-    own, by `windows`."""
+    """With few queries, heads may be left out by `active` (B,H), and each key head may have its own window by
+    `windows`."""
     q, k, v = rows(q), rows(k), rows(v)
     weight, key_bias, distance_bias = map(_numbers, (ring_log_weight, key_bias, distance_bias))
     first_keys = None if first_keys is None else first_keys.contiguous()
@@ -126,7 +127,7 @@ def view(t: Tensor) -> View:
 
 
 def _numbers(t: Tensor | None) -> Tensor | None:
-    """Log-weights and biases as the kernels read them; under autocast they come in half precision."""
+    """Log-weights and biases as the kernels read them; under autocast they arrive in half precision."""
     return None if t is None else t.to(torch.float32).contiguous()
 
 

@@ -1,15 +1,16 @@
 """Span attention: each query attends to the contiguous keys that end at itself.
 
 One op serves full causal attention, windows, a window after a dense prefix, first tokens visible to all, and
-a ring of keys further out that enters with a per-query log-weight: `Span` says which. It returns the
-log-sum-exp as well, differentiably, so that branches over disjoint keys can be merged exactly.
+a ring of keys further out that enters with a per-query log-weight: `Span` says which. It also returns the
+log-sum-exp, differentiably, so that branches over disjoint keys can be merged exactly.
 
-A bias may be added to the logits: one per key, or one by the distance of query and key. `documents` (B,T)
-says which document each token is of, where several share a sequence: none is then seen from another.
+A bias may be added to the logits: one per key, or one by the distance between query and key. `documents`
+(B,T) says which document each token belongs to, where several share a sequence: none is then seen from
+another.
 
 Shapes: q (B,H,Tq,D); k, v (B,G,Tk,D); ring_log_weight and lse (B,H,Tq); key_bias (B,H,Tk); distance_bias
-(H,L), L at least Tk. The output lies in memory as
-(B,Tq,H,D), as the projection after it wants it; a gradient lies as its input does if that has whole rows.
+(H,L), L at least Tk. The output's memory layout is (B,Tq,H,D), as the projection after it wants; a gradient
+has its input's layout if that has whole rows.
 """
 
 from typing import Any
@@ -53,7 +54,7 @@ def window_attention(
     documents: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Attention over the keys i-window <= j <= i: window + 1 of them, the query's own among them.
+    """Attention over the keys i-window <= j <= i: window + 1 of them, including the query's own.
 
     A query at a position below `dense_prefix` sees all keys up to itself; the first `pinned` positions are
     visible to every later query. Positions are those in a token's document.
@@ -71,7 +72,7 @@ def attention(
     documents: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Attention over a span, without a ring: the output (B,H,Tq,D) alone, which more paths can compute."""
+    """Attention over a span, without a ring: only the output (B,H,Tq,D), which more paths can compute."""
     check(q, k, v)
     span.check()
     span = within(documents, q, k, span)
@@ -89,10 +90,10 @@ def biased_attention(
     documents: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Attention over a span with `key_bias` (B,H,Tk) added to the logits of each key: the output (B,H,Tq,D).
+    """Attention over a span with `key_bias` (B,H,Tk) added to each key's logits: the output (B,H,Tq,D).
 
-    Only differences of biases matter, and nothing else is rounded: a running sum that has grown to
-    thousands loses no more than fp32 itself does. `span_attention` takes a key_bias too, and returns the
+    Only differences of biases matter, and nothing else is rounded: a running sum that has grown to thousands
+    loses no more than fp32 itself does. `span_attention` takes a key_bias too, and returns the
     log-sum-exp.
     """
     check(q, k, v)
@@ -117,11 +118,11 @@ def distance_biased_attention(
 ) -> Tensor:
     """softmax over j <= i of q.k / sqrt(D) + bias[h, i-j]; bias (H,L) with L at least the number of keys.
 
-    Of the span its documents alone are used: a window would hide what the bias weighs.
+    Only the span's documents are used: a window would hide what the bias weighs.
     """
     check(q, k, v)
     if span.window is not None:
-        raise HeadgateError(f"window={span.window} beside a bias by distance; expected none")
+        raise HeadgateError(f"window={span.window} given with a bias by distance; expected none")
     span = within(documents, q, k, span)
     if bias.ndim != 2 or bias.shape[0] != q.shape[1] or bias.shape[1] < k.shape[2]:
         raise HeadgateError(
@@ -180,8 +181,8 @@ def far_attention(
 
     Those are the last n of the Tq; returns the output (B,H,n,D) and the log-sum-exp (B,H,n), n = 0 if none.
     It is an ordinary causal attention: the keys without the last window + 1, against as many queries. Those
-    that have no such key in their document get an output of 0 and a log-sum-exp of -inf. Of the span, its
-    start and its documents are used.
+    that have no such key in their document get an output of 0 and a log-sum-exp of -inf. Only the span's
+    start and documents are used.
     """
     check(q, k, v)
     span = within(documents, q, k, Span(start=span.start, first_keys=span.first_keys))
@@ -197,7 +198,7 @@ def far_attention(
 
 
 def within(documents: Tensor | None, q: Tensor, k: Tensor, span: Span) -> Span:
-    """The span inside each token's document."""
+    """The span within each token's document."""
     if documents is None:
         return span
     if span.start or q.shape[2] != k.shape[2] or documents.shape != (q.shape[0], k.shape[2]):
@@ -250,7 +251,7 @@ def _gradients(
     distance_bias: Tensor | None,
     *_: Any,
 ) -> tuple[Tensor, ...]:
-    """Of an input that is not there, a gradient without elements."""
+    """For an input that is not there, a gradient without elements."""
     biases = (
         q.new_empty((0,) if t is None else t.shape, dtype=tiled.accumulator(q))
         for t in (ring_log_weight, key_bias, distance_bias)
@@ -347,6 +348,6 @@ def _refuse_flex(q: Tensor, *args: Any, distance_bias: Tensor | None = None, **o
 SPAN.path("native", refuse=lambda q, *args, **options: native.refuse(q))(_register("span_native", native))
 SPAN.path("sdpa", refuse=sdpa.refuse, kernel=sdpa.kernel)(sdpa.causal_attention)
 SPAN.path("varlen", refuse=varlen.refuse)(varlen.span_attention)
-SPAN.path("flex", refuse=_refuse_flex)(_with_log_sum_exp(flex.span_attention))
+SPAN.path("flex", refuse=_refuse_flex)(flex.span_attention)
 SPAN.path("torch")(_register("span_torch", tiled))
 SPAN.path("reference")(_with_log_sum_exp(reference.span_attention))

@@ -1,8 +1,9 @@
-"""Attention on a GPU by PyTorch's scaled_dot_product_attention, whose fused kernels are the fastest there for
-a plain causal mask, and for a single query over whatever keys it sees. Its log-sum-exp has no gradient.
+"""Attention on a GPU through PyTorch's scaled_dot_product_attention, whose fused kernels are the fastest
+there for a plain causal mask, and for a single query over whatever keys it sees. Its log-sum-exp has no
+gradient.
 
-PyTorch would take its dense kernel ("math") without a word where no fused one fits. Only the fused are
-allowed here: grouped heads in fp32, which they lack, have their keys repeated, and the rest is refused.
+PyTorch would silently take its dense kernel ("math") if no fused one fits. Only the fused ones are allowed
+here: grouped heads in fp32, which they lack, have their keys repeated, and the rest is refused.
 """
 
 from typing import Any
@@ -13,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from headgate.ops.gpu import HALF, before_ampere
+from headgate.ops.gpu import HALF, before_ampere, device_kind, is_planned
 from headgate.ops.span.options import Span
 
 DEVICES = ("cuda",)
@@ -24,7 +25,7 @@ WIDEST = 256
 def refuse(
     q: Tensor, k: Tensor, v: Tensor, span: Span, *, output_only: bool, **biases: Tensor | None
 ) -> str | None:
-    if q.device.type not in DEVICES:
+    if device_kind(q.device) not in DEVICES:
         return f"it runs on a GPU, not on {q.device.type}"
     if span.window is not None and q.shape[2] > 1:
         return "it has no windows"
@@ -44,8 +45,13 @@ def refuse(
 
 
 def kernel(q: Tensor, k: Tensor, v: Tensor, span: Span, **options: Any) -> str:
-    """The kernel that PyTorch picks, as far as it can be known before it is asked on the device."""
-    if not torch.cuda.is_available() or torch.compiler.is_compiling() or isinstance(q, FakeTensor):
+    """The kernel that PyTorch picks, as far as can be known before asking on the device."""
+    if (
+        is_planned()
+        or not torch.cuda.is_available()
+        or torch.compiler.is_compiling()
+        or isinstance(q, FakeTensor)
+    ):
         return "flash" if _has_flash(q) else "efficient"
     q, k, v, grouped = _arranged(q, k, v, span)
     with sdpa_kernel(FUSED):
@@ -65,7 +71,7 @@ def _has_flash(q: Tensor) -> bool:
 
 
 def _arranged(q: Tensor, k: Tensor, v: Tensor, span: Span) -> tuple[Tensor, Tensor, Tensor, bool]:
-    """The keys that are seen, one head of them for each of the queries where no fused kernel has groups."""
+    """The keys that are seen, with a head for each query head if no fused kernel supports groups."""
     if q.shape[2] == 1:
         pinned, first = span.seen_by_last(k.shape[2])
         if pinned:

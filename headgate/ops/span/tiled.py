@@ -1,11 +1,11 @@
 """Span attention in plain PyTorch: tiles of queries against the keys they reach, linear in time and memory.
 
-What PyTorch's own fused CPU attention can do, it does: full causal spans, and the forward of a window, whose
-tiles are overlapping views of the keys under one shared mask. The rest are matrix products per tile.
+What PyTorch's own fused CPU attention can do, it does: full causal spans, and the forward pass of a window,
+whose tiles are overlapping views of the keys under one shared mask. The rest is matrix products per tile.
 
-Shapes: q (B,H,Tq,D); k, v (B,G,Tk,D). Inside, N = B*G and R = H/G: queries stand as (N,R,Tq,D), a tile of
-them as (N,R*n,D), and keys as (N,Tk,D), so that grouped keys are never repeated. Scores are in units of
-log 2, since PyTorch's exp2 takes half the time of its exp.
+Shapes: q (B,H,Tq,D); k, v (B,G,Tk,D). Inside, N = B*G and R = H/G: queries are (N,R,Tq,D), a tile of them
+(N,R*n,D), and keys (N,Tk,D), so that grouped keys are never repeated. Scores are in units of log 2, since
+PyTorch's exp2 takes half the time of its exp.
 """
 
 import math
@@ -74,7 +74,7 @@ class SpanTiles:
         assert self.span.window is not None
         size, window = self.whole_windows.step, self.span.window
         i, j = torch.arange(size, device=self.device)[:, None], torch.arange(size, device=self.device)
-        # A tile sees window + size keys: the first `size` of them leave the window, the last come into it.
+        # A tile sees window + size keys: the first `size` of them leave the window, the last ones enter it.
         edges = [(slice(0, size), j < i), (slice(window, window + size), j > i)]
         for first in self.whole_windows:
             own = self.offset + first
@@ -106,7 +106,7 @@ class SpanTile:
     queries: slice
     keys: slice
     extra: int
-    """Pinned keys that stand before the contiguous ones."""
+    """Pinned keys that come before the contiguous ones."""
     edges: list[tuple[slice, Tensor]]
     """Ranges of the tile's keys, and which pairs (n, keys) are hidden in them."""
     in_ring: Tensor | None
@@ -133,7 +133,7 @@ class SpanTile:
         return slice(self.offset + self.queries.start, self.offset + self.queries.stop)
 
     def scores(self, q: Tensor, k: Tensor, biases: "Biases") -> Tensor:
-        """Masked logits (N,R,n,m) of q (N,R*n,D), which carries the scale, and k (N,m,D)."""
+        """Masked logits (N,R,n,m) of q (N,R*n,D), which includes the scale, and k (N,m,D)."""
         s = torch.bmm(q, k.mT).unflatten(1, (-1, self.queries.stop - self.queries.start))
         if biases.ring is not None:
             assert self.in_ring is not None
@@ -174,7 +174,7 @@ class Biases:
 
 
 def accumulator(t: Tensor) -> torch.dtype:
-    """Half precision is summed in single."""
+    """Half precision is accumulated in single precision."""
     return torch.float32 if t.dtype in (torch.bfloat16, torch.float16) else t.dtype
 
 
@@ -328,7 +328,7 @@ class KeyHeadRows:
 
 
 def _rows(t: Tensor) -> Tensor:
-    """The fused attention takes rows to be contiguous without asking."""
+    """The fused attention assumes without checking that rows are contiguous."""
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
@@ -339,7 +339,7 @@ def _is_fused(q: Tensor, k: Tensor, span: Sequence[int]) -> bool:
 def _fused_windows(
     tiles: SpanTiles, q: Tensor, k: Tensor, v: Tensor, heads: KeyHeadRows, out: Tensor, lse: Tensor
 ) -> None:
-    """Fills the queries of `whole_windows`: tiles stand as a batch, and their keys are views that overlap."""
+    """Fills the queries of `whole_windows`: tiles form a batch, and their keys are overlapping views."""
     assert tiles.span.window is not None
     window, whole = tiles.span.window, tiles.whole_windows
     count, size, first = len(whole), whole.step, whole[0]

@@ -1,7 +1,8 @@
-"""Windows and chunks over a cache on a GPU by PyTorch's flash attention (torch.nn.attention.varlen): nothing
-is compiled, and queries fewer than keys stand at their end, as ours do. Its log-sum-exp has no gradient.
+"""Windows and chunks over a cache on a GPU through PyTorch's flash attention (torch.nn.attention.varlen):
+nothing is compiled, and queries fewer than keys are at their end, as ours are. Its log-sum-exp has no
+gradient.
 
-A dense prefix is a causal attention of its own before the window's.
+A dense prefix is a separate causal attention before the window's.
 """
 
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headgate.ops.gpu import HALF, before_ampere
+from headgate.ops.gpu import HALF, before_ampere, device_kind, is_hip
 from headgate.ops.span.options import Span
 
 DEVICES = ("cuda",)
@@ -19,16 +20,16 @@ WIDEST = 256
 def refuse(
     q: Tensor, k: Tensor, v: Tensor, span: Span, *, output_only: bool, **biases: Tensor | None
 ) -> str | None:
-    if q.device.type not in DEVICES:
+    if device_kind(q.device) not in DEVICES:
         return f"it runs on a GPU, not on {q.device.type}"
-    if torch.version.hip:
+    if is_hip():
         return "its windows are for NVIDIA's devices"
     if q.dtype not in HALF:
         return f"it takes bfloat16 and float16, not {q.dtype}".replace("torch.", "")
     if before_ampere(q):
         return "it needs an NVIDIA device of compute capability 8.0 or newer"
     if q.shape[3] % 8 or q.shape[3] > WIDEST:
-        return f"head width {q.shape[3]} is no multiple of 8 up to {WIDEST}"
+        return f"head width {q.shape[3]} is not a multiple of 8 up to {WIDEST}"
     if any(bias is not None for bias in biases.values()):
         return "it has no biases"
     if span.first_keys is not None:

@@ -1,1 +1,1 @@
-"""GPU kernels in Triton. Nothing here imports triton before a kernel is wanted."""
+"""GPU kernels in Triton. Nothing here imports triton before a kernel is needed."""

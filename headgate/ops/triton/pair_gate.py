@@ -1,8 +1,8 @@
 """Launches the Triton kernels of pair-gated attention (pair_gate_kernels.py), and picks their tile sizes.
 
 A tile size is measured once for each kind of call and kept. Different tiles add in different orders, so under
-`torch.use_deterministic_algorithms(True)` none is measured and the first of the list is taken: results then
-repeat from one process to the next, and not only within one.
+`torch.use_deterministic_algorithms(True)` none is measured and the first in the list is taken: results then
+repeat from one process to the next, not only within one.
 """
 
 import importlib.util
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headgate.ops.gpu import NO_TRITON, before_ampere
+from headgate.ops.gpu import NO_TRITON, before_ampere, device_kind, is_planned
 
 WIDTHS = (32, 64, 128)
 HIDDEN = (4, 8, 16, 32)
@@ -23,7 +23,7 @@ DEVICES = ("cuda",)
 _INSTALLED = importlib.util.find_spec("triton") is not None
 DTYPES = (torch.float32, torch.bfloat16)
 TRANSPOSE_FROM = 32
-"""Queries from which a copy of the halves pays, in fp32 and tokens last: tiles read them again and again."""
+"""Queries from which a copy of the halves in fp32, tokens last, pays: tiles read them again and again."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ KERNELS = ("forward", "backward", "backward_queries", "backward_keys")
 FEW_QUERIES = KernelConfig(16, 64, 4, 1)
 """For decoding: the smallest tile of queries that tensor cores take."""
 PROGRAMS, PART_KEYS = 256, 256
-"""Decoding shares the keys of a head among programs, to have about so many, each with so many keys."""
+"""Decoding splits a head's keys among programs: about this many of them, with this many keys each."""
 INTERPRETED = KernelConfig(64, 32, 4, 1)
 """Under TRITON_INTERPRET=1 kernels run on the CPU, one operation at a time: slow, for tests."""
 
 
 def configs(kernel: str, width: int, dtype: torch.dtype, backend: str) -> tuple[KernelConfig, ...]:
-    """What may run: tiles that leave everything in registers (benchmarks/triton_resources.py). fp32 needs
-    more of them than bf16, and eight of AMD's warps of 64 leave each thread too few."""
+    """The tiles that may run: those that keep everything in registers (benchmarks/triton_resources.py). fp32
+    needs more of them than bf16, and eight of AMD's warps of 64 leave each thread too few."""
     if backend == "interpreted":
         return (INTERPRETED,)
     if dtype == torch.float32:
@@ -57,15 +57,15 @@ def configs(kernel: str, width: int, dtype: torch.dtype, backend: str) -> tuple[
             return KernelConfig(32, 16, 4, 1), KernelConfig(16, 32, 4, 1)
         return (
             KernelConfig(16, 32, 8, 1),
-            KernelConfig(16, 16, 4, 1) if width > 64 else KernelConfig(32, 32, 8, 1),
+            KernelConfig(16, 16, 4, 1) if width > 64 or kernel == "backward" else KernelConfig(32, 32, 8, 1),
         )
     if kernel == "forward":
         return KernelConfig(64, 32, 4, 1), KernelConfig(64, 32, 8, 1), KernelConfig(32, 32, 4, 1), FEW_QUERIES
+    if backend == "hip":  # 16 rows per warp: in a tile of 32 x 32 four warps would each compute all of it
+        return KernelConfig(64, 16, 4, 1), KernelConfig(32, 16, 2, 1)
     if kernel == "backward":  # larger ones spill on sm_80
         return KernelConfig(32, 32, 4, 1), KernelConfig(32, 16, 4, 1)
-    if backend == "hip":
-        return KernelConfig(32, 32, 4, 1), KernelConfig(64, 16, 4, 1)
-    if width <= 64:  # 16 rows a warp: sums over columns need no other warp
+    if width <= 64:  # 16 rows per warp: sums over columns need no other warp
         if kernel == "backward_queries":
             return KernelConfig(64, 32, 4, 1), KernelConfig(64, 16, 4, 1)
         return KernelConfig(64, 16, 4, 1), KernelConfig(32, 32, 4, 1)
@@ -74,18 +74,18 @@ def configs(kernel: str, width: int, dtype: torch.dtype, backend: str) -> tuple[
 
 def refuse(q: Tensor, hidden: int) -> str | None:
     """Why the kernels cannot take these heads."""
-    if q.device.type not in DEVICES:
+    if device_kind(q.device) not in DEVICES:
         return f"it runs on a GPU, not on {q.device.type}"
-    if not _INSTALLED:
+    if not _INSTALLED and not is_planned():
         return NO_TRITON
     if before_ampere(q):
         return "it needs an NVIDIA device of compute capability 8.0 or newer, or one of AMD's"
     if q.dtype not in DTYPES:
         return f"it takes float32 and bfloat16, not {q.dtype}".replace("torch.", "")
     if q.shape[-1] not in WIDTHS:
-        return f"head width {q.shape[-1]} is none of {', '.join(map(str, WIDTHS))}"
+        return f"head width {q.shape[-1]} is not one of {', '.join(map(str, WIDTHS))}"
     if hidden not in HIDDEN:
-        return f"hidden width {hidden} is none of {', '.join(map(str, HIDDEN))}"
+        return f"hidden width {hidden} is not one of {', '.join(map(str, HIDDEN))}"
     return None
 
 
@@ -150,7 +150,7 @@ def backward(
     strides = (d_out.stride()[:3], *call.strides)
     batch, heads, queries, hidden = query_half.shape
     grouped = k.shape[1] != heads
-    # A group's queries add up after every one of its heads is done.
+    # A group's queries are added up after all of its heads are done.
     per_head = tuple(
         t.new_empty((batch, heads, *k.shape[2:]), dtype=torch.float32) if grouped else t for t in (d_k, d_v)
     )
@@ -258,7 +258,7 @@ def _backend(t: Tensor) -> str:
 
 def constants(width: int, hidden: int, form: str, dtype: torch.dtype, backend: str) -> dict[str, Any]:
     """What a kernel is compiled for. On NVIDIA, fp32 is multiplied as three tf32 products, which keep its
-    accuracy, and for bf16 the device's approximate tanh is closer than bf16 can tell."""
+    accuracy, and for bf16 the device's approximate tanh is more exact than bf16 can tell."""
     exact, nvidia = dtype == torch.float32, backend == "cuda"
     precision = "tf32x3" if nvidia and exact else "ieee"
     return {

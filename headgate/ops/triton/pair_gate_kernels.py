@@ -1,16 +1,16 @@
 """The Triton kernels of pair-gated attention: one forward, one backward, and a backward in two parts.
 
 A program owns a tile of rows and walks over the columns that its rows see: queries over keys in the forward,
-keys over queries in the backward. Scores, gates and their gradients exist as tiles (rows, columns) in
-registers alone, and the gate's hidden layer one unit at a time, so memory stays linear in T.
+keys over queries in the backward. Scores, gates and their gradients exist only as tiles (rows, columns) in
+registers, and the gate's hidden layer one unit at a time, so memory stays linear in T.
 
 The hidden layer is nearly all of the work. `backward` computes it twice, once for the gate and once for its
-slopes, and adds up what belongs to the queries atomically, in whatever order programs come. The two parts,
+slopes, and adds up the queries' part atomically, in whatever order programs arrive. The two parts,
 `backward_queries` and `backward_keys`, each own what they write, so that results repeat bit for bit; they
 compute it four times.
 
-Tensors are given with their strides (batch, head, token), the last dimension being contiguous; the halves
-with (batch, head, token, unit). Sums are in fp32 whatever the inputs are.
+Tensors come with their strides (batch, head, token), the last dimension being contiguous; the halves with
+(batch, head, token, unit). Sums are in fp32 whatever the inputs are.
 """
 
 import math
@@ -27,7 +27,7 @@ CUBIC = tl.constexpr(2 * math.sqrt(2 / math.pi) * 0.044715)
 
 @triton.jit
 def _tanh(x):
-    """In one instruction of NVIDIA's, to a relative error of 2^-11."""
+    """In one NVIDIA instruction, to a relative error of 2^-11."""
     return tl.inline_asm_elementwise(
         "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
     )
@@ -102,14 +102,14 @@ def _tile(t, strides, tokens, exists, D: tl.constexpr):
 
 @triton.jit
 def _halves(t, strides, tokens, count):
-    """Where the halves of these tokens begin. Behind the last token stands the last again, for pairs that
-    nobody sees, so that loading needs no mask."""
+    """Where the halves of these tokens begin. After the last token comes the last again, for pairs that
+    nothing sees, so that loading needs no mask."""
     return t + tl.minimum(tokens, count - 1).to(tl.int64) * strides[2]
 
 
 @triton.jit
 def _product(a, b, PRECISION: tl.constexpr):
-    if PRECISION == "interpreted":  # the interpreter takes the bits of bf16 in a product for whole numbers
+    if PRECISION == "interpreted":  # the interpreter treats the bits of bf16 in a product as whole numbers
         return tl.dot(a.to(tl.float32), b.to(tl.float32))
     return tl.dot(a, b, input_precision=PRECISION)
 
@@ -150,7 +150,7 @@ def forward(
     With several programs in the third dimension of the grid each takes its part of the keys, and writes its
     own out and softmax: (parts,B,H,Tq,...).
     """
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # the longest walks begin first
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # the longest walks start first
     number = tl.program_id(1).to(tl.int64)
     batch, head = number // heads, number % heads
     rows = first + tl.arange(0, ROWS)
