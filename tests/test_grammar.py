@@ -52,6 +52,10 @@ FORMS = {
     "dynamic-sparse:no-gate": (GATE_OPEN,),
     "dynamic-sparse:no-gate,window=3": (MechanismSpec("dynamic-sparse", {"gate": "open", "window": 3}),),
     "local:window=3+full+dynamic-sparse:no-gate": (MechanismSpec("local", {"window": 3}), FULL, GATE_OPEN),
+    "local+local+local+full:positions=none": (
+        *(MechanismSpec("local"),) * 3,
+        MechanismSpec("full", {"positions": "none"}),
+    ),
     "MINE:mine": (MechanismSpec("mine"),),
     "MINE:mine:window=2": (MechanismSpec("mine", {"window": 2}),),
     "full+MINE:mine:narrow": (FULL, MechanismSpec("mine", {"window": 1})),

@@ -176,6 +176,12 @@ def op_cases(shape: Shape, hidden: int = 16) -> list[Case]:
             of("sparse-geometric", sparsity="fixed", window=w),
         ),
         Case(
+            "biased_attention",
+            "op",
+            lambda x, q, k, v: ops.biased_attention(q, k, v, x[..., : shape.n_heads].transpose(1, 2)),
+            causal_pairs,
+        ),
+        Case(
             "distance_biased_attention",
             "op",
             lambda x, q, k, v: ops.distance_biased_attention(q, k, v, bias.expand(-1, k.shape[2])),

@@ -1,11 +1,13 @@
 """`headgate bench --steps`: every mechanism in a small model, against `full` in the same rounds.
 
 One row per mechanism: the time of a training step and its peak memory, the time of a decoded token after
-contexts of several lengths, and how close its attention alone comes to the speed of a matrix product.
+contexts of several lengths and how it grows with them, and how close its attention alone comes to the
+speed of a matrix product.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from statistics import median
 from typing import Any
 
 from rich import box
@@ -33,6 +35,8 @@ class Row:
     step: dict[int, tuple[float, float, float]] = field(default_factory=dict)
     memory: dict[int, float] = field(default_factory=dict)
     decoding: dict[int, tuple[float, float, float]] = field(default_factory=dict)
+    decoding_growth: float = 1.0
+    """A token's time after the longest context, as a multiple of its time after the shortest."""
     sgemm_share: float = 0.0
 
 
@@ -69,12 +73,14 @@ def measure_steps(
             peaks = {name: peak_memory(config, length) for name, config in configs.items()}
             for name, row in rows.items():
                 row.memory[length] = peaks[name] / peaks[BASELINE]
-    for length in decoded_after:
+    first_tokens: dict[str, float] = {}
+    for length in sorted(decoded_after):
         progress(f"decoding after contexts of {length}")
         steps = {n: decoding_step(build(c).eval(), length)[0] for n, c in configs.items()}
         times = interleaved(steps, seconds=spent)
         for name, row in rows.items():
             row.decoding[length] = ratios(times, name, BASELINE)
+            row.decoding_growth = median(times[name]) / first_tokens.setdefault(name, median(times[name]))
     shape = Shape()
     progress(f"attention alone at {ALONE_AT}")
     alone = measure(mechanism_cases(shape, chosen), [ALONE_AT], shape, seconds=seconds, most_rounds=3)
@@ -90,13 +96,15 @@ def steps_table(rows: Sequence[Row]) -> Table:
     table.title_justify = "left"
     table.add_column("", no_wrap=True)
     columns = [f"step T={n}" for n in first.step] + [f"memory T={n}" for n in first.memory]
-    for column in [*columns, *(f"token after {n}" for n in first.decoding), "sgemm"]:
+    growth = f"{max(first.decoding)} / {min(first.decoding)}"
+    for column in [*columns, *(f"token after {n}" for n in first.decoding), growth, "sgemm"]:
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         times = [f"{m:.2f} ({low:.2f}-{high:.2f})" for m, low, high in row.step.values()]
         memory = [f"{share:.2f}" for share in row.memory.values()]
         tokens = [f"{m:.2f} ({low:.2f}-{high:.2f})" for m, low, high in row.decoding.values()]
-        table.add_row(Text(row.name), *map(Text, [*times, *memory, *tokens, f"{row.sgemm_share:.2f}"]))
+        last = [f"{row.decoding_growth:.2f}", f"{row.sgemm_share:.2f}"]
+        table.add_row(Text(row.name), *map(Text, [*times, *memory, *tokens, *last]))
     return table
 
 

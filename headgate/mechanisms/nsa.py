@@ -15,6 +15,7 @@ attention and a retrofit starts changed.
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from headgate import ops
@@ -61,22 +62,25 @@ class Nsa(Mechanism):
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:
         past.require_all_keys("nsa")
         means = past.block_means(self.options.block, k, v)
-        gates = openness(self.gates(x)).chunk(len(self.branches), -1)
-        parts = [self._branch(branch, q, k, v, past, means) for branch in self.branches]
-        for branch, gate in zip(self.branches, gates, strict=True):
+        gates = dict(zip(self.branches, openness(self.gates(x)).chunk(len(self.branches), -1), strict=True))
+        for branch, gate in gates.items():
             self.observe(f"{branch}_gate", gate)
-        return weighted_sum(parts, [head_weights(gate).to(q.dtype) for gate in gates])
-
-    def _branch(
-        self, branch: str, q: Tensor, k: Tensor, v: Tensor, past: Past, means: list[Tensor] | None
-    ) -> Tensor:
-        o = self.options
-        if branch == "window":
-            return ops.attention(q, k, v, past.span(o.window))
-        if branch == "compressed":
-            return ops.compressed_attention(q, k, v, block=o.block, means=means)
-        chosen = ops.choose_blocks(q, k, block=o.block, top_k=o.top_k - 1, by="weight", means=means)
-        return ops.block_selected_attention(q, k, v, block=o.block, chosen=chosen)
+        weights = {branch: head_weights(gate).to(q.dtype) for branch, gate in gates.items()}
+        o, fine = self.options, [weights[branch] for branch in BRANCHES[1:] if branch in weights]
+        if "selected" in weights:
+            chosen = ops.choose_blocks(q, k, block=o.block, top_k=o.top_k - 1, by="weight", means=means)
+        if len(fine) == 2:  # one op, as many keys are in both
+            near = ops.blocks_and_window_attention(
+                q, k, v, chosen, *(weight[..., 0] for weight in fine), block=o.block, window=o.window
+            )
+        elif "selected" in weights:
+            near = weighted_sum([ops.block_selected_attention(q, k, v, block=o.block, chosen=chosen)], fine)
+        else:
+            near = weighted_sum([ops.attention(q, k, v, past.span(o.window))], fine)
+        if "compressed" not in weights:
+            return near
+        coarse = ops.compressed_attention(q, k, v, block=o.block, means=means)
+        return torch.addcmul(near, coarse, weights["compressed"])
 
     def first_key(self, position: int) -> int:
         return 0

@@ -3,6 +3,7 @@ own."""
 
 from headgate.ops.active import active_attention, among_active, windows_attention
 from headgate.ops.blocks import block_means, block_selected_attention, choose_blocks, selection_recall
+from headgate.ops.blocks_and_window import blocks_and_window_attention
 from headgate.ops.combiner import block_summaries, combiner_attention
 from headgate.ops.compressed import compressed_attention
 from headgate.ops.delta import gated_delta
@@ -31,6 +32,7 @@ __all__ = [
     "block_means",
     "block_selected_attention",
     "block_summaries",
+    "blocks_and_window_attention",
     "causal_attention",
     "choose_blocks",
     "combiner_attention",

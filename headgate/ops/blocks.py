@@ -171,8 +171,9 @@ class _BlockMeans(torch.autograd.Function):
         (t,) = ctx.saved_tensors
         n = d_means.shape[2]
         spread = (d_means / ctx.block)[:, :, :, None].expand(-1, -1, -1, ctx.block, -1)
-        d_t = torch.zeros_like(t)
+        d_t = torch.empty_like(t)
         d_t[:, :, : n * ctx.block].unflatten(2, (n, ctx.block)).copy_(spread)
+        d_t[:, :, n * ctx.block :] = 0
         return d_t, None
 
 

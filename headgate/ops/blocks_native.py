@@ -14,6 +14,9 @@ from headgate.ops.registration import refuse_gradient, register, register_gradie
 from headgate.ops.span import native
 from headgate.ops.span.options import Span
 
+FEW = 4
+"""FEW in span.h: for so many queries the kernels of a decoding step are faster."""
+
 
 class BlocksCall(ctypes.Structure):
     """BlocksCall in blocks.cpp."""
@@ -21,7 +24,9 @@ class BlocksCall(ctypes.Structure):
     _fields_ = [
         ("span", native.SpanCall),
         ("chosen", ctypes.c_void_p),
-        *((n, ctypes.c_int64) for n in ("slots", "block", "offset", "summaries")),
+        *((n, ctypes.c_int64) for n in ("slots", "block", "offset", "summaries", "window")),
+        ("branch_out", native.View * 2),
+        *((n, ctypes.c_void_p) for n in ("gates", "d_gates")),
     ]
 
 
@@ -51,8 +56,8 @@ def _new_call(
     span = native.new_call(q, k, Span().numbers())
     span.q, span.k, span.v, span.lse = native.view(q), native.view(k), native.view(v), lse.data_ptr()
     if chosen is None:
-        return BlocksCall(span, None, 0, block, offset, True)
-    return BlocksCall(span, chosen.data_ptr(), chosen.shape[3], block, offset, False)
+        return BlocksCall(span, None, 0, block, offset, True, -1)
+    return BlocksCall(span, chosen.data_ptr(), chosen.shape[3], block, offset, False, -1)
 
 
 def _forward(
@@ -122,6 +127,105 @@ _blocks_backward = register(
 )
 register_gradient("blocks_native", _setup, _gradients)
 refuse_gradient("blocks_native_backward")
+
+
+def _branch_results(q: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    b, h, t, d = q.shape
+    branches = q.new_empty((2, b, t, h, d)).transpose(2, 3)
+    return q.new_empty((b, t, h, d)).transpose(1, 2), branches, q.new_empty((2, b, h, t))
+
+
+def _set_branches(call: BlocksCall, window: int, branches: Tensor, gates: Tensor) -> None:
+    call.window, call.gates = window, gates.data_ptr()
+    call.branch_out = (native.View * 2)(*map(native.view, branches))
+
+
+def _branch_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    chosen: Tensor,
+    gates: Tensor,
+    block: int,
+    window: int,
+    offset: int,
+    out: Tensor,
+    branches: Tensor,
+    lse: Tensor,
+) -> None:
+    q, k, v = native.rows(q), native.rows(k), native.rows(v)
+    chosen, gates = chosen.contiguous(), gates.contiguous()
+    call = _new_call(q, k, v, chosen, block, offset, lse)
+    call.span.out = native.view(out)
+    _set_branches(call, window, branches, gates)
+    library.library().headgate_blocks_forward(ctypes.byref(call))
+
+
+def _branch_gradient_results(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, gates: Tensor, *_: Any
+) -> tuple[Tensor, ...]:
+    return *_gradient_results(d_out, q, k, v), gates.new_empty(gates.shape)
+
+
+def _branch_backward(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    chosen: Tensor,
+    gates: Tensor,
+    branches: Tensor,
+    lse: Tensor,
+    block: int,
+    window: int,
+    offset: int,
+    d_q: Tensor,
+    d_k: Tensor,
+    d_v: Tensor,
+    d_gates: Tensor,
+) -> None:
+    d_out, q, k, v = map(native.rows, (d_out, q, k, v))
+    chosen, gates = chosen.contiguous(), gates.contiguous()
+    call = _new_call(q, k, v, chosen, block, offset, lse)
+    _set_branches(call, window, branches, gates)
+    call.d_gates, span = d_gates.data_ptr(), call.span
+    span.d_out = native.view(d_out)
+    span.d_q, span.d_k, span.d_v = native.view(d_q), native.view(d_k), native.view(d_v)
+    library.library().headgate_blocks_backward(ctypes.byref(call))
+
+
+def _branch_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.block, ctx.window, ctx.offset = inputs
+    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # of the branches: zeros as large as two outputs
+
+
+def _branch_gradients(ctx: Any, d_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    d_q, d_k, d_v, d_gates = _blocks_and_window_backward(
+        d_out, *ctx.saved_tensors, ctx.block, ctx.window, ctx.offset
+    )
+    return d_q, d_k, d_v, None, d_gates, None, None, None
+
+
+_BOTH_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor chosen, Tensor gates"
+blocks_and_window = register(
+    "blocks_and_window_native",
+    f"({_BOTH_INPUTS}, int block, int window, SymInt offset) -> (Tensor, Tensor, Tensor)",
+    _branch_results,
+    _branch_forward,
+)
+"""blocks_and_window(q, k, v, chosen, gates, block, window, offset) -> the output, which is the sum of both
+branches times their gates (2,B,H,Tq), the branches (2,B,H,Tq,D) and their log-sum-exps, chosen first."""
+_blocks_and_window_backward = register(
+    "blocks_and_window_native_backward",
+    f"(Tensor d_out, {_BOTH_INPUTS}, Tensor branches, Tensor lse, int block, int window, SymInt offset)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    _branch_gradient_results,
+    _branch_backward,
+)
+register_gradient("blocks_and_window_native", _branch_setup, _branch_gradients)
+refuse_gradient("blocks_and_window_native_backward")
 
 
 def _choose_results(

@@ -128,3 +128,19 @@ def test_decoding_is_timed_after_a_context_that_nobody_attended_to(name: str) ->
         decoder.hidden(torch.zeros(1, 40, dtype=torch.int64), cache=cache)
     assert held == cache.held_bytes
     step()
+
+
+def test_steps_and_tokens_are_measured_against_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("headgate.measure.steps.ALONE_AT", 48)
+    words = ["--lengths", "16,32", "--decoded-after", "64,8", "--mechanisms", "local", "--no-memory"]
+    run(["bench", "--steps", *words, "--seconds", "0.001", "--json", str(tmp_path / "steps.json")])
+    full, local = json.loads((tmp_path / "steps.json").read_text())["rows"]
+    assert (full["name"], local["name"]) == ("full", "local")
+    assert full["step"] == {"16": [1, 1, 1], "32": [1, 1, 1]}
+    assert list(local["decoding"]) == ["8", "64"]
+    for row in (full, local):
+        assert row["decoding_growth"] > 0
+        assert row["sgemm_share"] > 0
+    assert "64 / 8" in capsys.readouterr().out

@@ -74,6 +74,48 @@ def test_summaries_agree_with_the_reference(case: tuple[int, ...]) -> None:
     assert_close(ours, truth)
 
 
+def with_gates(case: tuple[int, ...]) -> list[Tensor]:
+    """q, k, v, and a gate of either sign for each of two branches."""
+    q, k, v = heads(case)
+    b, h, t, _ = q.shape
+    drawn = torch.randn(2, b, t, h, generator=torch.Generator().manual_seed(2))
+    return [q, k, v, *(gate.transpose(1, 2).requires_grad_() for gate in drawn)]
+
+
+@pytest.mark.parametrize("window", [0, 5, 40, 300, 5000])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_chosen_blocks_and_a_window_agree_with_the_reference(case: tuple[int, ...], window: int) -> None:
+    """Windows inside the query's own block, at the edges of others, and longer than the sequence."""
+    *_, block, top_k = case
+    q, k, v, *gates = inputs = with_gates(case)
+    chosen = ops.choose_blocks(q, k, block=block, top_k=top_k, by="weight")
+    ours, truth = (
+        outputs_and_gradients(
+            ops.blocks_and_window_attention(
+                q, k, v, chosen, *gates, block=block, window=window, backend=backend
+            ),
+            inputs,
+        )
+        for backend in ("native", "reference")
+    )
+    assert_close(ours, truth)
+
+
+def test_a_branch_far_below_the_other_keeps_its_own_softmax() -> None:
+    """The scores of the window lie so far below those of the chosen blocks that one maximum for both would
+    leave it nothing."""
+    q, _, v, *gates = with_gates((1, 1, 1, 300, 300, 16, 16, 3))
+    far = torch.where(torch.arange(300) < 16, 1.0, -1.0)[:, None] * 200 * q.detach()[:, :, -1:].sign()
+    chosen = torch.zeros(1, 1, 300, 1, dtype=torch.int64)
+    ours, truth = (
+        ops.blocks_and_window_attention(
+            q[:, :, -9:], far, v, chosen[:, :, -9:], *(g[:, :, -9:] for g in gates), **options
+        )
+        for options in ({"block": 16, "window": 60, "backend": b} for b in ("native", "reference"))
+    )
+    assert (ours - truth).abs().max() < 1e-5
+
+
 @pytest.mark.parametrize("case", [CASES[2], CASES[8]], ids=str)
 @pytest.mark.parametrize("by", ["product", "weight"])
 def test_the_number_of_threads_changes_no_bit(case: tuple[int, ...], by: str) -> None:
@@ -85,7 +127,12 @@ def test_the_number_of_threads_changes_no_bit(case: tuple[int, ...], by: str) ->
             chosen = ops.choose_blocks(*inputs[:2], block=case[6], top_k=case[7], by=by)
             out = ops.block_selected_attention(*inputs, block=case[6], chosen=chosen, backend="native")
             coarse = ops.compressed_attention(*inputs, block=case[6], backend="native")
+            gates = with_gates(case)[3:]
+            both = ops.blocks_and_window_attention(
+                *inputs, chosen, *gates, block=case[6], window=70, backend="native"
+            )
             results.append([*outputs_and_gradients(out, inputs), *outputs_and_gradients(coarse, inputs)])
+            results[-1] += outputs_and_gradients(both, [*inputs, *gates])
     finally:
         torch.set_num_threads(before)
     for others in results[1:]:
@@ -121,6 +168,8 @@ def test_pytorch_accepts_the_ops() -> None:
     inputs = heads((1, 2, 1, 20, 20, 16, 4, 2))
     chosen = ops.choose_blocks(*inputs[:2], block=4, top_k=2)
     torch.library.opcheck(torch.ops.headgate.blocks_native.default, (*inputs, chosen, 4, 0))
+    both = (*inputs, chosen, torch.rand(2, 1, 2, 20, requires_grad=True), 4, 6, 0)
+    torch.library.opcheck(torch.ops.headgate.blocks_and_window_native.default, both)
     counts = torch.arange(20).int() // 4
     means = ops.block_means(inputs[1].detach(), 4)
     given = (inputs[0].detach(), means, counts, 2, 4, 0, True)

@@ -55,6 +55,12 @@ OPS: dict[str, tuple[Callable[..., Any], dict[str, tuple[int, ...]]]] = {
     ),
     "top-k": (lambda q, k, v, **o: ops.top_k_attention(q, k, v, **o), {}),
     "blocks": (lambda q, k, v, **o: ops.block_selected_attention(q, k, v, block=8, scale=2.0, **o), {}),
+    "blocks and window": (
+        lambda q, k, v, gates, **o: ops.blocks_and_window_attention(
+            q, k, v, _first_block(q, **o), *gates.unbind(-1), block=8, window=20, **o
+        ),
+        {"gates": (H, 2)},
+    ),
     "combiner": (lambda q, k, v, **o: ops.combiner_attention(q, k, v, block=8, **o), {}),
     "compressed": (lambda q, k, v, **o: ops.compressed_attention(q, k, v, block=8, **o), {}),
     "strided": (lambda q, k, v, **o: ops.strided_attention(q, k, v, window=9, stride=4, **o), {}),
@@ -71,6 +77,13 @@ OPS: dict[str, tuple[Callable[..., Any], dict[str, tuple[int, ...]]]] = {
         {"decay": (H, 1)},
     ),
 }
+
+
+def _first_block(q: Tensor, documents: Tensor | None = None, **_: Any) -> Tensor:
+    """Every query chooses its document's first block, once that lies before its own."""
+    starts = torch.zeros(1, 1) if documents is None else ops.document_starts(documents)
+    chosen = torch.where(torch.arange(q.shape[2]) - starts >= 8, 0, -1)
+    return chosen[:, None, :, None].expand(*q.shape[:3], 1)
 
 
 def _padded(out: Tensor, lse: Tensor, q: Tensor) -> Tensor:

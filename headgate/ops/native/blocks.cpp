@@ -5,6 +5,9 @@
 // is merged with each; the blocks come in their order, so no result depends on which queries share a tile.
 // Summaries need no grouping: a tile is then a run of queries, each with the blocks before its own.
 //
+// With a window beside the choice there are two branches, each a softmax of its own, and their sum weighed by
+// gates. Most keys of the window may be chosen too: a block that both branches see whole is then computed once.
+//
 // Backward: a part, some queries with all heads that share keys, adds up gradients of all keys in its own
 // memory, and the parts are added in their order. Their number follows the shapes alone.
 #include "parallel.h"
@@ -19,14 +22,28 @@ struct BlocksCall {
     SpanCall span;
     const int64_t* chosen;  // (B,H,Tq,slots), -1 for none
     int64_t slots, block, offset, summaries;  // offset: the first query's position; summaries: the keys are such
+    // The second branch. With it lse, gates and d_gates are (2,B,H,Tq), and the branches' outputs stand apart.
+    int64_t window;  // < 0: none
+    View branch_out[2];
+    const float* gates;
+    float* d_gates;
+
+    int branches() const { return window < 0 ? 1 : 2; }
+    int64_t per_query(int branch, int64_t b, int64_t h, int64_t t) const {
+        return branch * span.batch * span.heads() * span.queries + span.per_query(b, h, t);
+    }
 };
 
 namespace {
 
 constexpr int64_t ITEMS = 8;  // pieces of work there should be at least
 
+// Which branches a tile's keys belong to.
+enum Kind { CHOSEN, WINDOW, BOTH, KINDS };
+
 // Queries that share keys, side by side in the lanes.
 struct Tile {
+    Kind kind;
     int count;
     int32_t query[BLOCK];  // counted from the first of the strip
     Segment segment;
@@ -55,48 +72,67 @@ struct Strip {
             const int count = int(std::min<int64_t>(BLOCK, size() - first));
             int32_t queries[BLOCK];
             for (int i = 0; i < count; ++i) queries[i] = int32_t(first + i);
-            emit(work, queries, count, 0, [&](int64_t i) { return own(i); });
+            emit(work, CHOSEN, queries, count, [&](int64_t i) { return std::pair<int64_t, int64_t>(0, own(i)); });
         }
     }
 
     template <class Work>
     void by_block(const Work& work) const {
-        // Sorted by counting. A block's own queries stand before all that can choose it, so the number of keys
-        // that a query sees of it rises along the list.
-        std::vector<int32_t> first(size_t(own(size() - 1) + 2), 0), list;
-        each_choice([&](int64_t, int64_t n) { ++first[n + 1]; });
+        // Sorted by counting. A block's own queries stand before all others that see it, so the first and the
+        // last key that a query sees of it rise along the list.
+        const int kinds = of.window < 0 ? 1 : KINDS;
+        std::vector<int32_t> first(size_t((own(size() - 1) + 1) * kinds + 1), 0), list;
+        each_choice([&](int64_t, int64_t n, Kind kind) { ++first[n * kinds + kind + 1]; });
         for (size_t n = 1; n < first.size(); ++n) first[n] += first[n - 1];
         list.resize(size_t(first.back()));
         std::vector<int32_t> next(first.begin(), first.end() - 1);
-        each_choice([&](int64_t i, int64_t n) { list[next[n]++] = int32_t(i); });
+        each_choice([&](int64_t i, int64_t n, Kind kind) { list[next[n * kinds + kind]++] = int32_t(i); });
         for (size_t n = 0; n + 1 < first.size(); ++n) {
-            const int64_t begins = int64_t(n) * of.block, ends = begins + of.block;
+            const Kind kind = Kind(n % kinds);
+            const int64_t begins = int64_t(n) / kinds * of.block, ends = begins + of.block;
             for (int at = first[n]; at < first[n + 1]; at += BLOCK)
-                emit(work, list.data() + at, std::min(BLOCK, first[n + 1] - at), begins,
-                     [&](int64_t i) { return std::min(ends, position(i) + 1); });
+                emit(work, kind, list.data() + at, std::min(BLOCK, first[n + 1] - at), [&](int64_t i) {
+                    return std::pair(kind == WINDOW ? std::max(begins, position(i) - of.window) : begins,
+                                     std::min(ends, position(i) + 1));
+                });
         }
     }
 
+    // take(query, block, kind) for all blocks that a query sees, the queries in their order.
     template <class Take>
     void each_choice(const Take& take) const {
+        std::vector<uint8_t> is_chosen(size_t(own(size() - 1) + 1), 0);
         for (int64_t i = 0; i < size(); ++i) {
             const int64_t* row = of.chosen + of.span.per_query(b, h, begin + i) * of.slots;
+            const int64_t last = own(i);
+            // Blocks from `whole` on are in the window whole, and those from `part` on in part.
+            const int64_t reach = of.window < 0 ? position(i) + 1 : std::max<int64_t>(0, position(i) - of.window);
+            const int64_t part = reach / of.block, whole = (reach + of.block - 1) / of.block;
+            auto choose = [&](int64_t n) {
+                take(i, n, n >= whole && of.window >= 0 ? BOTH : CHOSEN);
+                if (n >= whole) is_chosen[n] = 1;
+            };
             for (int64_t n = 0; n < of.slots; ++n)
-                if (row[n] >= 0 && row[n] < own(i)) take(i, row[n]);
-            take(i, own(i));
+                if (row[n] >= 0 && row[n] < last) choose(row[n]);
+            choose(last);
+            if (of.window < 0) continue;
+            for (int64_t n = part; n <= last; ++n) {
+                if (!is_chosen[n]) take(i, n, WINDOW);
+                is_chosen[n] = 0;
+            }
         }
     }
 
-    template <class Work, class End>
-    static void emit(const Work& work, const int32_t* queries, int count, int64_t from, const End& end_of) {
+    template <class Work, class Keys>
+    static void emit(const Work& work, Kind kind, const int32_t* queries, int count, const Keys& keys_of) {
         Tile tile;
-        tile.count = count;
+        tile.kind = kind, tile.count = count;
         Segment& s = tile.segment;
         for (int i = 0; i < count; ++i) {
-            tile.query[i] = queries[i];
-            s.lo[i] = int32_t(from), s.hi[i] = int32_t(end_of(queries[i]));
+            const auto [from, to] = keys_of(queries[i]);
+            tile.query[i] = queries[i], s.lo[i] = int32_t(from), s.hi[i] = int32_t(to);
         }
-        s.begin = int32_t(from), s.end = s.hi[count - 1], s.ring = false;
+        s.begin = s.lo[0], s.end = s.hi[count - 1], s.ring = false;
         for (int i = count; i < BLOCK; ++i) tile.query[i] = tile.query[count - 1], s.lo[i] = s.hi[i] = s.end;
         if (s.begin < s.end) work(tile);
     }
@@ -110,68 +146,133 @@ void copy_rows(const View& view, const Strip& strip, float factor, float* to) {
     }
 }
 
-// Rows of a tile's queries, and the same with queries in lanes.
+// A tile's queries in lanes, and, where `rows` is given, as rows.
 template <int D>
-void gather(const float* from, const Tile& tile, float* rows, float* lanes) {
-    for (int i = 0; i < BLOCK; ++i)
-        for (int d = 0; d < D; d += LANES) store(rows + i * D + d, load(from + tile.query[i] * D + d));
-    transpose<D, BLOCK>(rows, lanes, BLOCK);
+void gather(const float* from, const Tile& tile, float* lanes, float* rows) {
+    for (int i = 0; i < tile.count; i += LANES)
+        for (int d = 0; d < D; d += LANES) {
+            vec part[LANES];
+            for (int r = 0; r < LANES; ++r) part[r] = load(from + tile.query[i + r] * D + d);
+            if (rows)
+                for (int r = 0; r < LANES; ++r) store(rows + (i + r) * D + d, part[r]);
+            exchange_blocks<1>(part);
+            for (int r = 0; r < LANES; ++r) store(lanes + (d + r) * BLOCK + i, part[r]);
+        }
 }
+
+// work(lane, Vectors<N>) for the lanes of a tile: few queries take a narrow panel.
+template <class Work>
+HEADGATE_INLINE void for_lanes(int count, const Work& work) {
+    if constexpr (BLOCK < PANEL) {
+        if (count <= LANES) return work(0, Vectors<1>());
+        if (count <= 2 * LANES) return work(0, Vectors<2>());
+    }
+    for_panels<BLOCK>(count, work);
+}
+
+// The keys of a chunk as rows. Tiles that follow each other share them.
+template <int D>
+class KeyRows {
+public:
+    explicit KeyRows(float* room) : room_(room) {}
+    const float* of(const View& view, int64_t b, int64_t g, int64_t first, int count, int64_t keys) {
+        if (first == first_ && count <= count_) return rows_;
+        first_ = first, count_ = count;
+        return rows_ = key_rows<D>(view, b, g, first, count, keys, room_);
+    }
+
+private:
+    float* room_;
+    const float* rows_ = nullptr;
+    int64_t first_ = -1;
+    int count_ = 0;
+};
 
 template <int D>
 struct Forward {
     const Strip strip;
     const SpanCall& call;
     const int64_t g;
-    float *q, *out, *top, *total;  // of all queries
-    float *rows, *q_lanes, *fresh, *s, *k_room, *v_room, *tops, *totals, *shrink;  // of a tile
+    float *q, *out, *top, *total;  // of all queries, but for q once for each kind of tile
+    float *q_lanes, *fresh, *s, *tops, *totals, *shrink;  // of a tile
+    KeyRows<D> k_rows{nullptr}, v_rows{nullptr};
 
     explicit Forward(const Strip& of) : strip(of), call(of.of.span), g(of.h / of.of.span.repeat) {
-        const size_t n = size_t(of.size()), all = n * D, tile = BLOCK * D;
-        Pieces pieces(Scratch::of_thread().floats(2 * Pieces::rounded(all) + 2 * Pieces::rounded(n) + 3 * tile +
+        const size_t n = size_t(of.size()), kinds = of.of.window < 0 ? 1 : KINDS, tile = BLOCK * D;
+        Pieces pieces(Scratch::of_thread().floats((1 + kinds) * n * D + 2 * Pieces::rounded(kinds * n) + 2 * tile +
                                                   CHUNK * (BLOCK + 2 * D) + 3 * BLOCK));
-        q = pieces.take(all), out = pieces.take(all), top = pieces.take(n), total = pieces.take(n);
-        rows = pieces.take(tile), q_lanes = pieces.take(tile), fresh = pieces.take(tile);
-        s = pieces.take(CHUNK * BLOCK), k_room = pieces.take(CHUNK * D), v_room = pieces.take(CHUNK * D);
+        q = pieces.take(n * D), out = pieces.take(kinds * n * D);
+        top = pieces.take(kinds * n), total = pieces.take(kinds * n);
+        q_lanes = pieces.take(tile), fresh = pieces.take(tile);
+        s = pieces.take(CHUNK * BLOCK);
+        k_rows = KeyRows<D>(pieces.take(CHUNK * D)), v_rows = KeyRows<D>(pieces.take(CHUNK * D));
         tops = pieces.take(BLOCK), totals = pieces.take(BLOCK), shrink = pieces.take(BLOCK);
     }
 
     void run() {
         copy_rows<D>(call.q, strip, LOG2E / std::sqrt(float(D)), q);
-        std::fill(out, out + strip.size() * D, 0.0f);
-        std::fill(top, top + strip.size(), LOWEST);
-        std::fill(total, total + strip.size(), 0.0f);
+        const int64_t size = strip.size(), sums = strip.of.window < 0 ? size : KINDS * size;
+        std::fill(out, out + sums * D, 0.0f);
+        std::fill(top, top + sums, LOWEST);
+        std::fill(total, total + sums, 0.0f);
         strip.each([&](const Tile& tile) {
-            gather<D>(q, tile, rows, q_lanes);
+            gather<D>(q, tile, q_lanes, nullptr);
             const Segment& segment = tile.segment;
             for (int chunk = segment.begin; chunk < segment.end; chunk += CHUNK)
                 attend(tile, chunk, std::min(CHUNK, segment.end - chunk));
         });
-        for (int64_t i = 0; i < strip.size(); ++i) {
-            const int64_t t = strip.begin + i;
-            const bool none = total[i] == 0;  // no block before its own
-            const float factor = none ? 0.0f : 1 / total[i];
-            call.lse[call.per_query(strip.b, strip.h, t)] =
-                none ? -__builtin_inff() : (top[i] + log2(broadcast(total[i]))[0]) * LN2;
-            float* to = call.out.row(strip.b, strip.h, t);
-            for (int d = 0; d < D; d += LANES) store(to + d, load(out + i * D + d) * factor);
+        for (int64_t i = 0; i < size; ++i)
+            if (strip.of.window < 0)
+                finish(i, CHOSEN, call.out);
+            else
+                finish_branches(i);
+    }
+
+    void finish(int64_t i, int branch, const View& view) {
+        const int64_t at = branch * strip.size() + i, t = strip.begin + i;
+        const bool none = total[at] == 0;  // no block before its own
+        const float factor = none ? 0.0f : 1 / total[at];
+        call.lse[strip.of.per_query(branch, strip.b, strip.h, t)] =
+            none ? -__builtin_inff() : (top[at] + log2(broadcast(total[at]))[0]) * LN2;
+        float* to = view.row(strip.b, strip.h, t);
+        for (int d = 0; d < D; d += LANES) store(to + d, load(out + at * D + d) * factor);
+    }
+
+    // What both branches see is added to what each sees alone.
+    void finish_branches(int64_t i) {
+        const int64_t both = BOTH * strip.size() + i, t = strip.begin + i;
+        const float* results[2];
+        float gates[2];
+        for (const int branch : {CHOSEN, WINDOW}) {
+            const int64_t at = branch * strip.size() + i;
+            const float highest = std::max(top[at], top[both]);
+            const float alone = exp2(broadcast(top[at] - highest))[0], shared = exp2(broadcast(top[both] - highest))[0];
+            top[at] = highest, total[at] = total[at] * alone + total[both] * shared;
+            for (int d = 0; d < D; d += LANES)
+                store(out + at * D + d, load(out + at * D + d) * alone + load(out + both * D + d) * shared);
+            finish(i, branch, strip.of.branch_out[branch]);
+            results[branch] = strip.of.branch_out[branch].row(strip.b, strip.h, t);
+            gates[branch] = strip.of.gates[strip.of.per_query(branch, strip.b, strip.h, t)];
         }
+        float* to = call.out.row(strip.b, strip.h, t);
+        for (int d = 0; d < D; d += LANES)
+            store(to + d, load(results[0] + d) * gates[0] + load(results[1] + d) * gates[1]);
     }
 
     void attend(const Tile& tile, int chunk, int keys) {
-        const float* k = key_rows<D>(call.k, strip.b, g, chunk, keys, call.keys, k_room);
-        const float* v = key_rows<D>(call.v, strip.b, g, chunk, keys, call.keys, v_room);
-        for (int i = 0; i < BLOCK; ++i) tops[i] = top[tile.query[i]], totals[i] = total[tile.query[i]];
-        for_panels<BLOCK>(tile.count, [&](int lane, auto n) {
+        const float* k = k_rows.of(call.k, strip.b, g, chunk, keys, call.keys);
+        const float* v = v_rows.of(call.v, strip.b, g, chunk, keys, call.keys);
+        const int64_t kind = tile.kind * strip.size();
+        for (int i = 0; i < BLOCK; ++i) tops[i] = top[kind + tile.query[i]], totals[i] = total[kind + tile.query[i]];
+        for_lanes(tile.count, [&](int lane, auto n) {
             const Rows seen(tile.segment, lane, n() * LANES, chunk, keys);
             scores<D, n()>(NoBias(), k, q_lanes, s, seen, tile.segment, lane, chunk);
             weigh<n()>(seen, lane);
             clear_rest<n()>(s, seen, lane, keys);
         });
-        std::fill(fresh, fresh + BLOCK * D, 0.0f);
-        add_over_keys<D>(s, v, fresh, tile.segment, tile.count, chunk, keys);
+        add_over_keys<D, false>(s, v, fresh, tile.segment, tile.count, chunk, keys);
         for (int i = 0; i < tile.count; ++i) {
-            const int64_t at = tile.query[i];
+            const int64_t at = kind + tile.query[i];
             top[at] = tops[i], total[at] = totals[i];
             for (int d = 0; d < D; d += LANES)
                 store(out + at * D + d, load(out + at * D + d) * shrink[i] + load(fresh + i * D + d));
@@ -208,22 +309,24 @@ struct Backward {
     const SpanCall& call;
     const int64_t b, g;
     float *d_k, *d_v;  // of all keys, and ROWS more; d_k in units of log 2
-    float *q, *d_out, *d_q, *lse, *delta;  // of all queries of a head
-    float *q_rows, *q_lanes, *d_rows, *d_lanes, *fresh, *p, *d_s, *k_room, *v_room, *shift, *less;  // of a tile
+    float *q, *d_out, *d_q, *lse, *delta, *gate;  // of all queries of a head, the last three for each branch
+    float *q_rows, *q_lanes, *d_rows, *d_lanes, *fresh, *p, *d_s;  // of a tile
+    float *shift, *less, *times;  // of a tile, for each branch
+    KeyRows<D> k_rows{nullptr}, v_rows{nullptr};
 
     Backward(const BlocksCall& o, int64_t batch, int64_t group, int64_t queries, float* gradients)
         : of(o), call(o.span), b(batch), g(group) {
-        const size_t n = size_t(queries), all = n * D, tile = BLOCK * D;
+        const size_t n = size_t(queries), all = n * D, tile = BLOCK * D, sums = of.branches() * n;
         d_k = gradients, d_v = gradients + (call.keys + ROWS) * D;
-        Pieces pieces(Scratch::of_thread().floats(3 * Pieces::rounded(all) + 2 * Pieces::rounded(n) + 5 * tile +
-                                                  2 * CHUNK * (BLOCK + D) + 2 * BLOCK));
+        Pieces pieces(Scratch::of_thread().floats(3 * all + 3 * Pieces::rounded(sums) + 5 * tile +
+                                                  2 * CHUNK * (BLOCK + D) + 6 * BLOCK));
         q = pieces.take(all), d_out = pieces.take(all), d_q = pieces.take(all);
-        lse = pieces.take(n), delta = pieces.take(n);
+        lse = pieces.take(sums), delta = pieces.take(sums), gate = pieces.take(sums);
         q_rows = pieces.take(tile), q_lanes = pieces.take(tile), d_rows = pieces.take(tile);
         d_lanes = pieces.take(tile), fresh = pieces.take(tile);
         p = pieces.take(CHUNK * BLOCK), d_s = pieces.take(CHUNK * BLOCK);
-        k_room = pieces.take(CHUNK * D), v_room = pieces.take(CHUNK * D);
-        shift = pieces.take(BLOCK), less = pieces.take(BLOCK);
+        k_rows = KeyRows<D>(pieces.take(CHUNK * D)), v_rows = KeyRows<D>(pieces.take(CHUNK * D));
+        shift = pieces.take(2 * BLOCK), less = pieces.take(2 * BLOCK), times = pieces.take(2 * BLOCK);
     }
 
     void head(const Strip& strip) {
@@ -231,17 +334,29 @@ struct Backward {
         copy_rows<D>(call.q, strip, LOG2E * scale, q);
         copy_rows<D>(call.d_out, strip, 1.0f, d_out);
         std::fill(d_q, d_q + strip.size() * D, 0.0f);
-        for (int64_t i = 0; i < strip.size(); ++i) {
-            const float* out = call.out.row(b, strip.h, strip.begin + i);
-            vec dot{};
-            for (int d = 0; d < D; d += LANES) dot += load(out + d) * load(d_out + i * D + d);
-            const float sums = call.lse[call.per_query(b, strip.h, strip.begin + i)];
-            lse[i] = sums == -__builtin_inff() ? 0.0f : sums * LOG2E, delta[i] = sum(dot);
-        }
+        for (int branch = 0; branch < of.branches(); ++branch)
+            for (int64_t i = 0; i < strip.size(); ++i) {
+                const View& view = of.window < 0 ? call.out : of.branch_out[branch];
+                const float* out = view.row(b, strip.h, strip.begin + i);
+                vec dot{};
+                for (int d = 0; d < D; d += LANES) dot += load(out + d) * load(d_out + i * D + d);
+                const int64_t from = of.per_query(branch, b, strip.h, strip.begin + i);
+                const int64_t at = branch * strip.size() + i;
+                const float sums = call.lse[from];
+                lse[at] = sums == -__builtin_inff() ? 0.0f : sums * LOG2E, delta[at] = sum(dot);
+                gate[at] = of.window < 0 ? 1.0f : of.gates[from];
+                if (of.window >= 0) of.d_gates[from] = delta[at];
+            }
         strip.each([&](const Tile& tile) {
-            gather<D>(q, tile, q_rows, q_lanes);
-            gather<D>(d_out, tile, d_rows, d_lanes);
-            for (int i = 0; i < BLOCK; ++i) shift[i] = lse[tile.query[i]], less[i] = delta[tile.query[i]];
+            gather<D>(q, tile, q_lanes, q_rows);
+            gather<D>(d_out, tile, d_lanes, d_rows);
+            const int from = tile.kind == WINDOW, to = tile.kind == CHOSEN ? 0 : 1;
+            for (int branch = from; branch <= to; ++branch)
+                for (int i = 0; i < BLOCK; ++i) {
+                    const int64_t at = branch * strip.size() + tile.query[i];
+                    const int lane = (branch - from) * BLOCK + i;
+                    shift[lane] = lse[at], less[lane] = delta[at], times[lane] = gate[at];
+                }
             const Segment& segment = tile.segment;
             for (int chunk = segment.begin; chunk < segment.end; chunk += CHUNK)
                 attend(tile, chunk, std::min(CHUNK, segment.end - chunk));
@@ -253,36 +368,50 @@ struct Backward {
     }
 
     void attend(const Tile& tile, int chunk, int keys) {
-        const float* k = key_rows<D>(call.k, b, g, chunk, keys, call.keys, k_room);
-        const float* v = key_rows<D>(call.v, b, g, chunk, keys, call.keys, v_room);
+        const float* k = k_rows.of(call.k, b, g, chunk, keys, call.keys);
+        const float* v = v_rows.of(call.v, b, g, chunk, keys, call.keys);
         const Segment& segment = tile.segment;
-        for_panels<BLOCK>(tile.count, [&](int lane, auto n) {
+        for_lanes(tile.count, [&](int lane, auto n) {
             const Rows seen(segment, lane, n() * LANES, chunk, keys);
             scores<D, n()>(NoBias(), k, q_lanes, p, seen, segment, lane, chunk);
             for (int r = seen.begin; r < seen.end; r += ROWS)
                 product<n(), D, 1, BLOCK, false>(v + r * D, d_lanes + lane, d_s + r * BLOCK + lane, BLOCK, D);
-            differentiate<n()>(seen, lane);
+            if (of.window < 0)
+                differentiate<n(), 0>(seen, lane);
+            else if (tile.kind != BOTH)
+                differentiate<n(), 1>(seen, lane);
+            else
+                differentiate<n(), 2>(seen, lane);
             clear_rest<n()>(p, seen, lane, keys);
             clear_rest<n()>(d_s, seen, lane, keys);
         });
         add_over_queries<D>(p, d_rows, d_v + chunk * D, segment, tile.count, chunk, keys);
         add_over_queries<D>(d_s, q_rows, d_k + chunk * D, segment, tile.count, chunk, keys);
-        std::fill(fresh, fresh + BLOCK * D, 0.0f);
-        add_over_keys<D>(d_s, k, fresh, segment, tile.count, chunk, keys);
+        add_over_keys<D, false>(d_s, k, fresh, segment, tile.count, chunk, keys);
         for (int i = 0; i < tile.count; ++i) {
             float* to = d_q + tile.query[i] * D;
             for (int d = 0; d < D; d += LANES) store(to + d, load(to + d) + load(fresh + i * D + d));
         }
     }
 
-    template <int N>
+    // Scores become weights, and products with d_out the scores' gradients, for one branch or, where GATES is 2,
+    // the sum of both.
+    template <int N, int GATES>
     HEADGATE_INLINE void differentiate(const Rows& seen, int lane) {
         for (int r = seen.begin; r < seen.end; ++r)
             for (int j = 0; j < N; ++j) {
                 const int in_row = lane + j * LANES, at = r * BLOCK + in_row;
-                const vec weight = exp2(load(p + at) - load(shift + in_row));
+                const vec score = load(p + at), d_weight = load(d_s + at);
+                vec weight = exp2(score - load(shift + in_row));
+                if constexpr (GATES > 0) weight *= load(times + in_row);
+                vec d_score = weight * (d_weight - load(less + in_row));
+                if constexpr (GATES > 1) {
+                    const vec other = exp2(score - load(shift + BLOCK + in_row)) * load(times + BLOCK + in_row);
+                    weight += other;
+                    d_score += other * (d_weight - load(less + BLOCK + in_row));
+                }
                 store(p + at, weight);
-                store(d_s + at, weight * (load(d_s + at) - load(less + in_row)));
+                store(d_s + at, d_score);
             }
     }
 };
@@ -352,7 +481,7 @@ extern "C" __attribute__((visibility("default"))) void headgate_blocks_forward(
     using namespace headgate;
     const SpanCall& call = of->span;
     const int64_t heads = call.heads(), units = call.batch * heads, parts = parts_for(call, units);
-    const bool few = !of->summaries && call.queries <= FEW;
+    const bool few = !of->summaries && of->window < 0 && call.queries <= FEW;
     for_width(call.width, [&](auto width) {
         constexpr int D = width();
         if (few)

@@ -229,9 +229,9 @@ HEADGATE_INLINE void clear_rest(float* s, const Rows& rows, int lane, int count)
     clear(rows.end, up_to_rows(count));
 }
 
-// out[query][d] += sum over the chunk's keys of weights[key][query] * in[key][d], each group of queries over
-// the keys that it sees.
-template <int D>
+// out[query][d] = sum over the chunk's keys of weights[key][query] * in[key][d], added to what is there if ADD,
+// each group of queries over the keys that it sees.
+template <int D, bool ADD = true>
 HEADGATE_INLINE void add_over_keys(const float* weights, const float* in, float* out, const Segment& segment,
                                    int queries, int chunk, int count) {
     for_panels<D>(D, [&](int d, auto n) {
@@ -239,8 +239,10 @@ HEADGATE_INLINE void add_over_keys(const float* weights, const float* in, float*
             const int from = std::max(0, segment.lo[i] - chunk);
             const int to = std::min(count, segment.hi[std::min(i + ROWS, BLOCK) - 1] - chunk);
             if (from < to)
-                product<n(), 1, BLOCK, D, true>(weights + from * BLOCK + i, in + from * D + d,
-                                                out + i * D + d, D, to - from);
+                product<n(), 1, BLOCK, D, ADD>(weights + from * BLOCK + i, in + from * D + d,
+                                               out + i * D + d, D, to - from);
+            else if (!ADD)
+                for (int r = i; r < i + ROWS; ++r) std::fill(out + r * D + d, out + r * D + d + n() * LANES, 0.0f);
         }
     });
 }
