@@ -37,8 +37,8 @@ TESTS ?=
 test: $(READY)
 	$(BIN)/python -m pytest -n logical --dist worksteal $(TESTS)
 
-# For a machine with a GPU: the contract on the device, then times against other attentions. Writes
-# gpu-report.json and gpu-report.md. Without a GPU it says so and ends with code 2.
+# For a machine with a GPU: everything tried and timed within ten minutes. Writes gpu-report.md, one page, and
+# gpu-report.json. Without a GPU it says so and ends with code 2.
 test-gpu: $(READY)
 	$(BIN)/python benchmarks/gpu.py
 

@@ -206,9 +206,9 @@ MUTATIONS = [
         "tests/model/test_cache.py tests/model/test_generate.py -k 'cache or global_tokens'",
     ),
     Mutation(
-        "cache: moved in place over itself", "headgate/model/cache.py",
-        "fits = held <= self._begin and", "fits =",
-        "tests/model/test_cache.py tests/model/test_generate.py -k 'cache or global_tokens'",
+        "cache: dropped keys moved to the front", "headgate/model/cache.py",
+        "= old[:, :, self._begin : self._end]", "= old[:, :, :held]",
+        "tests/model/test_cache.py -k move_to_the_front",
     ),
     Mutation(
         "cache: rows of a joined batch numbered from 0", "headgate/model/cache.py",

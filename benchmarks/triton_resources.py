@@ -125,8 +125,12 @@ def resources(case: Case) -> Resources:
 
 
 def machine_code(case: Case) -> str:
-    """What an NVIDIA device runs, as text."""
-    return _cubin_tool(compiled(case), "nvdisasm", "-c")
+    """What the device runs, as text."""
+    kernel = compiled(case)
+    if TARGETS[case.target][0] == "hip":
+        text: str = kernel.asm["amdgcn"]
+        return text
+    return _cubin_tool(kernel, "nvdisasm", "-c")
 
 
 def _cubin_tool(kernel: Any, tool: str, option: str) -> str:

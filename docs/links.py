@@ -1,4 +1,5 @@
-"""For the site: pictures outside docs/ are taken along; links to other files there lead to the repository."""
+"""For the site: pictures and studies' pages outside docs/ are taken along; links to other files there lead to
+the repository."""
 
 import os
 import re
@@ -17,9 +18,13 @@ def on_files(files: Files, config: Any) -> Files:
     root = Path(config.docs_dir).parent
     for page in sorted(Path(config.docs_dir).glob("*.md")):
         for picture, _, target in LINK.findall(page.read_text(encoding="utf-8")):
-            if picture and files.get_file_from_path(f"outside/{target}") is None:
+            if _taken_along(picture, target) and files.get_file_from_path(f"outside/{target}") is None:
                 files.append(File.generated(config, f"outside/{target}", abs_src_path=str(root / target)))
     return files
+
+
+def _taken_along(picture: str, target: str) -> bool:
+    return bool(picture) or target.endswith(".html")
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -28,8 +33,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
     def elsewhere(link: re.Match[str]) -> str:
         picture, words, target = link.groups()
-        if picture:
-            return f"![{words}](outside/{target})"
+        if _taken_along(picture, target):
+            return f"{picture}[{words}](outside/{target})"
         return f"[{words}]({REPOSITORY}/{target})" if REPOSITORY else words
 
     return LINK.sub(elsewhere, markdown)

@@ -445,14 +445,14 @@ class StudyOptions:
     model.rope_theta=[100,10000]; separate several by commas. Default: learning rate, attention_output_rate
     and rope_theta around the recipe's values, and what a mechanism declares."""
     published: bool = True
-    """With --tune, also judge all variants as published."""
+    """Judge all variants as published too, beside what --tune makes of them."""
     ladder: str = ""
     """Multiples of the budget at which the baseline is trained too, as in 0.25,1,4, so that a difference can
     be priced in compute."""
     ladder_variants: bool = False
     """Also train the other variants at those budgets, to see how their differences change."""
     controls: bool = True
-    """Also train two controls, no attention and a short window, to see what the study can tell."""
+    """Train two controls, no attention and a short window, which show what the study can tell."""
     budget: Literal["tokens", "seconds"] = "tokens"
     """What is equal for all: the tokens of a run, or its seconds as measured before training."""
     jobs: int | None = None
@@ -528,11 +528,13 @@ class EngineOptions:
     processes: int = 1
     """Processes per run, one for each of its GPUs, started by torchrun on every node."""
     nodes: int = 1
-    """Nodes per run; Slurm only."""
+    """Nodes per run, on Slurm or Ray."""
+    shard: bool = False
+    """Split the weights of each run across its processes (FSDP2), for models too large for one GPU."""
     slurm: str = ""
     """Settings for Slurm's jobs by their sbatch names, as in partition=gpu,gpus=1,time=120."""
     ray: str = ""
-    """Resources for each run on Ray, as in num_gpus=1,num_cpus=8."""
+    """Resources for each run on Ray, on each of its nodes, as in num_gpus=1,num_cpus=8."""
     ray_address: str = "auto"
     """The address of the Ray cluster."""
 
@@ -550,8 +552,10 @@ class EngineOptions:
                 raise HeadgateError(f"--{option} {text!r} is for --on {engine}, but --on is {self.on}")
         if not self.ray_address.strip():
             raise HeadgateError("--ray-address is empty; give the cluster's address, or auto")
-        if self.nodes > 1 and self.on != "slurm":
-            raise HeadgateError(f"--nodes {self.nodes} needs --on slurm, but --on is {self.on}")
+        if self.nodes > 1 and self.on == "local":
+            raise HeadgateError(f"--nodes {self.nodes} needs --on slurm or --on ray, but --on is local")
+        if self.shard and self.nodes * self.processes == 1:
+            raise HeadgateError("--shard splits the weights across processes; give --processes or --nodes")
 
 
 def engine_settings(text: str, option: str) -> dict[str, str]:

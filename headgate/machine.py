@@ -46,6 +46,18 @@ def processor() -> str:
     return f"{name}, {os.cpu_count()} cores ({torch.backends.cpu.get_cpu_capability()})"
 
 
+def describe(device: "torch.device") -> dict[str, str | None]:
+    """What a run or a measurement on this device says about where it took place."""
+    import torch
+
+    return {
+        "system": platform.platform(),
+        "processor": processor(),
+        "device": str(device),
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+    }
+
+
 def memory_peak(device: "torch.device | None" = None) -> int:
     """The most bytes used so far: on a GPU by tensors, otherwise by the process."""
     if device is not None and device.type == "cuda":

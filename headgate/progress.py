@@ -89,12 +89,33 @@ class Progress:
             self.say(f"{done / (self._total or 1):4.0%}  {', '.join(parts)}")
 
 
+DAY, YEAR = 86400, 365.25 * 86400
+
+
 def duration(seconds: float) -> str:
-    """A time in a suitable unit: 350 ms, 12.5 s, 3.2 min, 5.1 h, 2.4 days."""
-    for unit, size, below in (("ms", 1e-3, 1), ("s", 1, 120), ("min", 60, 7200), ("h", 3600, 48 * 3600)):
-        if seconds < below:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 86400:.3g} days"
+    """A time in a suitable unit: 350 ms, 12.5 s, 3.2 min, 5.1 h, 2.4 days, 68 years."""
+    unit, size = _unit(seconds)
+    return f"{_figures(seconds / size)} {unit}"
+
+
+def duration_range(low: float, high: float) -> str:
+    """Two times in the unit that suits the longer, to the two figures an estimate has: 0.3 to 1.4 s."""
+    unit, size = _unit(high)
+    first, last = (
+        f"{seconds / size:.2g}" if seconds < 10 * size else f"{seconds / size:,.0f}"
+        for seconds in (low, high)
+    )
+    return f"{last} {unit}" if first == last else f"{first} to {last} {unit}"
+
+
+def _figures(number: float) -> str:
+    """Three figures, and all before the point."""
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
+
+
+def _unit(seconds: float) -> tuple[str, float]:
+    units = (("ms", 1e-3, 1), ("s", 1, 120), ("min", 60, 7200), ("h", 3600, 48 * 3600), ("days", DAY, YEAR))
+    return next(((unit, size) for unit, size, below in units if seconds < below), ("years", YEAR))
 
 
 def table_console(width: int = 200) -> Console:

@@ -22,7 +22,7 @@ from headgate.model.cache import LayerCache
 from headgate.recipes import RECIPES, get_recipe
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 
 

@@ -13,6 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 import headgate
 from headgate.cli import run
+from headgate.cli.prompt import computing_dtype
 from headgate.config import ModelConfig
 from headgate.data.tokenizers import REPLACEMENT, Detokenizer, Tokenizer, make_tokenizer
 from headgate.errors import HeadgateError
@@ -40,6 +41,24 @@ def generated(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str,
     run(["generate", *arguments])
     printed = capsys.readouterr()
     return printed.out, printed.err
+
+
+def test_it_computes_in_bf16_on_a_gpu_that_has_it(
+    run_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    for supported, expected in ((True, torch.bfloat16), (False, None)):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda supported=supported, **_: supported)
+        assert computing_dtype(gpu, None) == expected
+    assert computing_dtype(cpu, None) is None
+    assert computing_dtype(gpu, "fp32") == torch.float32
+    words = [str(run_folder), "--prompt", "the gate", "--max-new-tokens", "9", "--temperature", "0"]
+    found = generated(capsys, *words, "--dtype", "bf16", "--device", "cpu")[0]
+    half = headgate.load(run_folder).to(torch.bfloat16)
+    tokens = half.generate([list(b"the gate")], 9, temperature=0, stop=256)[0].tokens
+    assert found == make_tokenizer("byte").decode(tokens) + "\n"
+    with pytest.raises(HeadgateError, match="graphs=True needs a GPU"):
+        run(["generate", *words, "--graphs", "--device", "cpu"])
 
 
 def test_the_text_is_that_of_the_tokens(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

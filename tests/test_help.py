@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from headgate.cli.entry import COMMANDS
+from headgate.cli.entry import COMMANDS, overview
 from headgate.cli.help import help_text
 from headgate.cli.shelves import from_source, imported
 from headgate.registry import MECHANISMS
@@ -20,6 +20,12 @@ def test_help_is_plain_and_narrow(name: str) -> None:
     assert max(map(len, text.splitlines())) <= 80
     for ugly in ("{None}", "[[", "]]", "default: None", "options options", "Args:", "VALUE"):
         assert ugly not in text
+
+
+def test_the_overview_is_narrow_and_names_every_command() -> None:
+    text = overview()
+    assert max(map(len, text.splitlines())) <= 80
+    assert set(COMMANDS) <= set(text.split())
 
 
 def test_help_says_what_is_needed_and_shows_how() -> None:
@@ -39,16 +45,21 @@ def test_the_list_is_that_of_the_registry() -> None:
     assert set(from_source()) == {n for n in known if MECHANISMS.get(n).__module__.startswith(f"{home}.")}
 
 
+NOWHERE = ["--data", "nowhere", "--out", "nothing"]
+
+
 @pytest.mark.parametrize(
-    "words",
+    ("words", "wrong", "meant"),
     [
-        ["compare", "dynamic-spars", "--data", "nowhere", "--out", "nothing"],
-        ["ablate", "dynamic-spars", "--data", "nowhere", "--out", "nothing"],
-        ["train", "tiny", "--mechanism", "local+dynamic-spars", "--data", "nowhere", "--out", "nothing"],
-        ["mechanisms", "dynamic-spars"],
+        (["compare", "dynamic-spars", *NOWHERE], "mechanism 'dynamic-spars'", "dynamic-sparse"),
+        (["ablate", "dynamic-spars", *NOWHERE], "mechanism 'dynamic-spars'", "dynamic-sparse"),
+        (["train", "tiny", "--mechanism", "local+ful", *NOWHERE], "mechanism 'ful'", "full"),
+        (["mechanisms", "dynamic-spars"], "mechanism 'dynamic-spars'", "dynamic-sparse"),
+        (["compare", "local", "--recipe", "tinny", *NOWHERE], "recipe 'tinny'", "tiny"),
+        (["train", "tinny", *NOWHERE], "recipe 'tinny'", "tiny"),
     ],
 )
-def test_names_are_checked_before_data_and_torch(words: list[str]) -> None:
+def test_names_are_checked_before_data_and_torch(words: list[str], wrong: str, meant: str) -> None:
     script = (
         "import sys\nfrom headgate.cli.entry import run\n"
         f"try:\n    run({words!r})\nexcept Exception as error:\n    print(error)\n"
@@ -57,8 +68,7 @@ def test_names_are_checked_before_data_and_torch(words: list[str]) -> None:
     said = subprocess.run(
         [sys.executable, "-c", script], env=PLAIN, capture_output=True, text=True, check=True
     ).stdout
-    assert "unknown mechanism 'dynamic-spars'" in said
-    assert "dynamic-sparse" in said
+    assert f"unknown {wrong}; did you mean '{meant}'?" in said
     assert said.splitlines()[-1] == "[]"
 
 

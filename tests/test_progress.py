@@ -60,7 +60,14 @@ def test_a_study_of_many_runs_leaves_few_lines(
 
 @pytest.mark.parametrize(
     ("seconds", "words"),
-    [(0.35, "350 ms"), (12.5, "12.5 s"), (192, "3.2 min"), (18_360, "5.1 h"), (207_360, "2.4 days")],
+    [
+        (0.35, "350 ms"),
+        (12.5, "12.5 s"),
+        (192, "3.2 min"),
+        (18_360, "5.1 h"),
+        (207_360, "2.4 days"),
+        (2.15e9, "68.1 years"),
+    ],
 )
 def test_a_duration_has_the_unit_that_suits_it(seconds: float, words: str) -> None:
     assert duration(seconds) == words

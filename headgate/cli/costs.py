@@ -107,8 +107,8 @@ def plan(
         context: Tokens in a sequence; the number of steps is adjusted so that the run sees as many tokens.
             Default: the recipe's.
         batch: Sequences in a pass over all devices. Default: the recipe's.
-        device: A100, 'A100 40GB', H100, H200, B200, MI300X, L40S, L4, 'RTX 4090', 'RTX 5090', or cpu for this
-            machine, which is measured on the spot.
+        device: A100, 'A100 40GB', H100, H200, B200, MI300X, L40S, L4, 'RTX 4090', 'RTX 5090', M4, 'M4 Max',
+            'M3 Ultra', or cpu for this machine, which is measured on the spot.
         count: Number of devices.
         price: Price of one device per hour, in your currency.
         table: Compare several mechanisms at several context lengths.

@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 
 from headgate.cli.arguments import parse
@@ -47,10 +48,7 @@ def overview() -> str:
         "Does this attention mechanism beat plain attention, by how much, at what cost?",
         "",
         "commands:",
-        *(
-            f"  {name:<{width}}  {(inspect.getdoc(run) or '').splitlines()[0]}"
-            for name, run in COMMANDS.items()
-        ),
+        *(_summary(name, run, width) for name, run in COMMANDS.items()),
         "",
         "A mechanism is written the same everywhere:",
         "  local                   by name",
@@ -60,9 +58,16 @@ def overview() -> str:
         "  ./mine.py:mine          from a Python file that is not installed",
         "",
         "headgate COMMAND --help lists a command's options. Every command also takes",
-        f"{FILE_OPTION} FILE, which loads the file of a mechanism that a saved run uses.",
+        f"{FILE_OPTION} FILE, which loads the file of a mechanism that a saved run",
+        "uses.",
     ]
     return "\n".join(lines)
+
+
+def _summary(name: str, run: Callable[..., None], width: int) -> str:
+    said = (inspect.getdoc(run) or "").splitlines()[0]
+    start, indent = f"  {name:<{width}}  ", " " * (width + 4)
+    return textwrap.fill(said, 80, initial_indent=start, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def run(arguments: Sequence[str]) -> None:

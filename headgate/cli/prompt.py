@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from headgate.data.tokenizers import Detokenizer, Tokenizer, make_tokenizer
 from headgate.errors import HeadgateError
 from headgate.model.decoder import Decoder, load
@@ -39,6 +41,14 @@ def open_model(
             "they do not belong together; give the model's own with --tokenizer"
         )
     return decoder, words
+
+
+def computing_dtype(device: torch.device, name: str | None) -> torch.dtype | None:
+    """The dtype of that name, or what a GPU computes fastest in; None leaves the weights as they are."""
+    if name is not None:
+        return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+    fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if fast else None
 
 
 def find_tokenizer(path: Path) -> Path:

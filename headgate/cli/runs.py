@@ -29,7 +29,7 @@ def train(
             folder's model. A resumed run need not repeat it.
         override: Change a setting, as in train.steps=100; can also be given as a bare word.
     """
-    check_names([mechanism] if mechanism else [])
+    check_names([mechanism] if mechanism else [], recipe)
     from headgate.train.start import start
 
     stopped_by = start(recipe, override, out=out, data=data, mechanism=mechanism, init=init, options=options)
@@ -112,6 +112,8 @@ def generate(
     tokenizer: str | None = None,
     end_of_text: str | None = None,
     device: str | None = None,
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None,
+    graphs: bool = False,
 ) -> None:
     """Continue a prompt with a trained model; the text is printed as it is generated.
 
@@ -130,14 +132,16 @@ def generate(
         tokenizer: A tokenizer.json, or a folder that holds one. Default: the run's own.
         end_of_text: The token that ends a text. Default: the tokenizer's own.
         device: A device such as cpu or cuda. Default: the GPU if there is one.
+        dtype: What to compute in. Default: bf16 on a GPU that has it, elsewhere as the weights are saved.
+        graphs: Record what lies between attentions as CUDA graphs, which start faster.
     """
-    from headgate.cli.prompt import open_model, read_prompt, write
+    from headgate.cli.prompt import computing_dtype, open_model, read_prompt, write
     from headgate.train.distributed import join
 
     with join(device) as world:
         decoder, words = open_model(run, which=checkpoint, tokenizer=tokenizer, end_of_text=end_of_text)
         summary = write(
-            decoder.to(world.device),
+            decoder.to(world.device, computing_dtype(world.device, dtype)),
             words,
             read_prompt(prompt),
             max_new_tokens,
@@ -149,6 +153,7 @@ def generate(
             repetition_penalty=repetition_penalty,
             seed=seed,
             skip_below=skip_below,
+            graphs=graphs,
         )
     print()
     print(summary, file=sys.stderr)

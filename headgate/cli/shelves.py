@@ -11,6 +11,7 @@ from typing import Any
 
 from headgate.config import split_mechanisms
 from headgate.errors import HeadgateError, suggestion
+from headgate.recipes import named_config
 from headgate.registry import MECHANISMS
 
 OWN = "own"
@@ -63,8 +64,10 @@ def imported() -> dict[str, Listed]:
     return found
 
 
-def check_names(texts: Iterable[str]) -> None:
-    """Refuse an unknown mechanism before anything heavy is imported or any data is opened."""
+def check_names(texts: Iterable[str], recipe: str | None = None) -> None:
+    """Refuse an unknown mechanism or recipe before anything heavy is imported or any data is opened."""
+    if recipe is not None:
+        named_config(recipe)
     for text in texts:
         for written in split_mechanisms(text.partition("@")[0]):
             if not written.file and listed() and written.name not in listed():

@@ -33,7 +33,7 @@ def compare(
         headgate compare local:window=64 dynamic-sparse --data data --out study
         headgate compare ./mine.py:mine --data data --out mine train.steps=4000
     """
-    check_names(names)
+    check_names(names, options.recipe)
     from headgate.compare.study import run_study
 
     complete = run_study(names, data, out, override, options, engine)
@@ -59,7 +59,7 @@ def ablate(
         out: The study folder. Run the same command again to resume.
         override: Change a setting of the recipe, as in train.steps=100; can also be given as a bare word.
     """
-    check_names([name])
+    check_names([name], options.recipe)
     from headgate.compare.study import run_study
     from headgate.compare.variants import with_ablations
 

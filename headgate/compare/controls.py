@@ -87,7 +87,8 @@ def _beats(baseline: str, control: Mapping[str, Any], role: str) -> dict[str, An
 
 
 def _plainly(label: str, role: str) -> str:
-    return label.removeprefix("control: ").strip() if label.startswith("control: ") else f"{role} ({label})"
+    name = label.removeprefix("control: ").strip()
+    return name if name != label or name == role else f"{role} ({label})"
 
 
 def _falls_with_position(baseline: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""Measures a study's costs in a separate process, which a cluster puts on a machine by itself."""
+"""Measures a study's costs or steps in a separate process, which a cluster puts on a machine by itself."""
 
 import sys
 from collections.abc import Sequence
@@ -17,12 +17,17 @@ class NoRuns:
         raise AssertionError("measuring trains nothing")
 
 
-def measure_study(folder: str) -> None:
+def measure_study(folder: str, what: str) -> None:
+    """`costs`, or `steps`: how many of them each variant gets if all get the same seconds."""
     study_folder = StudyFolder(folder)
     study, base = study_folder.read()
     with StudyProgress() as progress:
-        Phases(study_folder, study, base, NoRuns(), progress).costs(cores())
+        phases = Phases(study_folder, study, base, NoRuns(), progress)
+        if what == "costs":
+            phases.costs(cores())
+        else:
+            phases.share_out_seconds()
 
 
 if __name__ == "__main__":
-    measure_study(sys.argv[1])
+    measure_study(*sys.argv[1:])

@@ -222,6 +222,10 @@ class StudyFolder:
         return self.path / "costs.json"
 
     @property
+    def skipping_path(self) -> Path:
+        return self.path / "skipping.json"
+
+    @property
     def claims_path(self) -> Path:
         return self.path / "claims.json"
 

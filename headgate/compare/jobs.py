@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Protocol
 
 from headgate import files
-from headgate.compare.executors.executor import STOPPED, Executor, run_tasks
+from headgate.compare.executors.executor import Executor, run_tasks
 from headgate.compare.executors.leases import read_holder
-from headgate.compare.executors.worker import Task, lease_folder
+from headgate.compare.executors.worker import STOPPED, Task, lease_folder
 from headgate.compare.progress import StudyProgress
 from headgate.compare.variants import Variant
 from headgate.train.checkpoint import saved_steps
@@ -64,9 +64,7 @@ class Job:
 
     @property
     def failed(self) -> bool:
-        """Whether its process ended by itself with an error."""
-        _, holder = read_holder(lease_folder(self.log.parents[1], self.key))
-        return holder is not None and holder.ended not in (None, 0, *STOPPED)
+        return has_failed(self.log)
 
     def command(self, study_folder: Path, data: str) -> list[str]:
         """The words after `headgate` that train it."""
@@ -93,6 +91,8 @@ class JobRunner:
     executor: Executor
     processes: int = 1
     """Per run."""
+    shard: bool = False
+    """Whether a run's processes each hold a part of its weights."""
 
     def run(self, jobs: Sequence[Job], progress: StudyProgress) -> list[Job]:
         waiting = {job.key: job for job in jobs if not job.finished}
@@ -131,7 +131,7 @@ class JobRunner:
         return [waiting[task.key] for task in failed]
 
     def _task(self, job: Job) -> Task:
-        words = tuple(job.command(self.study_folder, self.data))
+        words = (*job.command(self.study_folder, self.data), *["--shard"] * self.shard)
         return Task(
             job.key,
             job.name,
@@ -166,6 +166,16 @@ def last_loss(job: Job) -> float:
     evaluated = [line for line in read_metrics(job.folder) if "validation" in line]
     loss = evaluated[-1]["validation"]["loss"] if evaluated else None
     return math.nan if loss is None else float(loss)
+
+
+def has_failed(log: Path) -> bool:
+    """Whether the process that writes this log has ended by itself, and not well. A run that goes on, or was
+    stopped, has not failed."""
+    lease = lease_folder(log.parents[1], log.stem)
+    if not lease.is_dir():  # a study from before there were leases
+        return log.is_file()
+    _, holder = read_holder(lease)
+    return holder is not None and holder.ended not in (None, 0, *STOPPED)
 
 
 def failure(log: Path) -> str:

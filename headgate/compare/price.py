@@ -95,7 +95,8 @@ def prices(
             continue
         noise = np.concatenate([[0.0], draw.standard_t(max(1, difference.seeds - 1), DRAWS)])
         compute = curve.compute_at(at_one + difference.mean + noise * difference.error)
-        low, high = np.quantile(compute[1:], [0.025, 0.975])
+        # Draws themselves, since nothing lies between two that are infinite.
+        low, high = np.quantile(compute[1:], [0.025, 0.975], method="nearest")
         ends = multiples[0] / BEYOND, multiples[-1] * BEYOND
         price = {
             "tokens": {"value": float(compute[0]), "low": float(low), "high": float(high)},

@@ -4,7 +4,8 @@
 holds.
 
 Seconds come from costs.json, not from the runs, which share the machine: a variant's tokens per second are
-the baseline's times its relative speed, everywhere. Without costs.json they are the runs' own.
+the baseline's times its relative speed, everywhere. Without costs.json they are the runs' own, unless these
+were spread over different devices: then nothing is said about seconds.
 """
 
 import math
@@ -26,7 +27,7 @@ from headgate.compare.jobs import Job, failure
 from headgate.compare.judging import family, judge_variants, judged_loss, losses_by_label
 from headgate.compare.price import prices
 from headgate.compare.statistics import Losses, compare_losses
-from headgate.compare.tables import claims_markdown, conditions, headline, markdown, verdicts
+from headgate.compare.tables import claims_markdown, conditions, devices, headline, markdown, verdicts
 from headgate.compare.tuning import Tuner, tuning_results
 from headgate.compare.variants import Variant
 from headgate.config import Config
@@ -80,7 +81,12 @@ def study_results(out: str | os.PathLike[str]) -> dict[str, Any]:
     runs = {label: [_run(job, folder.path) for job in jobs if job.variant.label == label] for label in labels}
     if study.looks:  # seeds that a decided variant was not trained with do not count as missing
         runs = {label: [run for run in mine if run["state"] != "not run"] for label, mine in runs.items()}
-    seconds = {label: _seconds_per_token(label, runs[label], costs, base) for label in labels}
+    circumstances = _circumstances(jobs)
+    comparable = costs is not None or len(devices(circumstances["machines"])) <= 1
+    seconds = {
+        label: _seconds_per_token(label, runs[label], costs, base) if comparable else math.nan
+        for label in labels
+    }
     losses = losses_by_label(jobs)
     judged = judge_variants(study, losses, study.looked.get(kind, 0))
     published = _published(folder, study, base) if winners is not None and study.published else {}
@@ -139,7 +145,7 @@ def study_results(out: str | os.PathLike[str]) -> dict[str, Any]:
         **judge_papers(folder.papers(), study.variants, variants),
         "mechanisms": _mechanisms(study.variants),
         "commands": reproduction(folder, study, jobs),
-        "circumstances": _circumstances(jobs),
+        "circumstances": circumstances,
     }
     results["ladder"] = _ladder(folder, study, base, winners, judged, variants)
     results["sight"] = sight(study.variants, base, variants)
@@ -247,7 +253,7 @@ def _run(job: Job, study_folder: Path) -> dict[str, Any]:
             "curve": curve,
             "gates": [{"tokens": line["tokens"], "layers": line["gates"]} for line in lines],
         }
-    elif job.log.is_file():
+    elif job.failed:
         run |= {"state": "failed", "reason": failure(job.log), "curve": curve}
     else:
         run["state"] = "not run"
@@ -288,11 +294,9 @@ def _at_equal_seconds(
     found: dict[str, dict[int, float]] = {label: {} for label in labels}
     for label in labels:
         for run in runs[label]:
-            if run["state"] != "finished" or run["seed"] not in totals:
-                continue
-            tokens = totals[run["seed"]] * seconds[labels[0]] / seconds[label]
-            points = _points(run)
-            if not points:
+            tokens = totals.get(run["seed"], math.nan) * seconds[labels[0]] / seconds[label]
+            points = _points(run) if run["state"] == "finished" else []
+            if not points or math.isnan(tokens):
                 continue
             value = points[-1][1] if tokens >= points[-1][0] else statistics.value_at(points, tokens)
             if value is not None:

@@ -14,9 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from headgate import config, files
-from headgate.compare.executors.executor import STOPPED, cancel_mark
+from headgate.compare.executors import ray, slurm
+from headgate.compare.executors.executor import cancel_mark
 from headgate.compare.executors.leases import SILENCE, Holder, is_free, read_holder
-from headgate.compare.executors.worker import Task, lease_folder
+from headgate.compare.executors.worker import STOPPED, Task, lease_folder
 from headgate.compare.folder import StudyFolder
 from headgate.compare.jobs import failure
 from headgate.errors import HeadgateError
@@ -69,7 +70,8 @@ def study_status(folder: str | os.PathLike[str]) -> StudyStatus:
     runs = []
     for home in homes(folder):
         now = _clock(home)
-        keys = sorted(path.stem for path in home.glob("queue/*.json") if path.name != "slurm.json")
+        own = {slurm.jobs_path(home), ray.address_path(home)}
+        keys = sorted(path.stem for path in home.glob("queue/*.json") if path not in own)
         runs += [_run(home, key, now) for key in keys]
     return StudyStatus(str(folder), tuple(runs))
 
@@ -130,13 +132,9 @@ def cancel_study(folder: str | os.PathLike[str], ray_address: str) -> list[str]:
     for home in homes(folder):
         files.own_folder(home / "queue")
         files.write_text(cancel_mark(home), "")
-        if (home / "queue" / "slurm.json").is_file():
-            from headgate.compare.executors import slurm
-
+        if slurm.jobs_path(home).is_file():
             slurm.cancel_slurm_jobs(home)
-        if any(run.engine == "ray" for run in running):
-            from headgate.compare.executors import ray
-
+        if ray.address_path(home).is_file():
             ray.cancel_ray_actors(home, ray_address)
     return [run.name for run in running]
 
@@ -149,20 +147,24 @@ def print_status(status: StudyStatus) -> None:
         Text(f"{status.folder}: {counted or 'nothing has been queued yet'}")
         + Text(f"; about {duration(left)} left" if left is not None else "")
     )
+    shown = sorted(_shown(status.runs), key=lambda run: ORDER.index(run.state))
+    if not shown:
+        return
     table = Table(box=None, pad_edge=False)
     for column in ("run", "state", "step", "where", "left"):
         table.add_column(column, no_wrap=column != "state")
-    for run in sorted(_shown(status.runs), key=lambda run: ORDER.index(run.state)):
+    for run in shown:
         where = " ".join(filter(None, (run.engine, run.job, run.host)))
         state = f"{run.state}: {run.reason}" if run.reason else run.state
         left_of_it = "" if run.seconds_left is None else duration(run.seconds_left)
-        table.add_row(*map(Text, (run.name, state, f"{run.step:,} of {run.end:,}", where, left_of_it)))
+        step = f"{run.step:,} of {run.end:,}" if run.end else ""  # measuring costs has none
+        table.add_row(*map(Text, (run.name, state, step, where, left_of_it)))
     console.print(table)
 
 
 def _shown(runs: Sequence[RunStatus]) -> list[RunStatus]:
-    """Finished runs are only counted; there may be hundreds."""
-    return [run for run in runs if run.state != "finished"]
+    """Those that wait and those that are done are only counted; there may be hundreds."""
+    return [run for run in runs if run.state not in ("queued", "finished")]
 
 
 def status_dict(status: StudyStatus) -> dict[str, Any]:

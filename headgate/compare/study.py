@@ -6,9 +6,10 @@ stopped resumes with the same command, and one with more variants or seeds train
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from headgate import config, files
 from headgate.compare.claims import check_variants
@@ -26,6 +27,7 @@ from headgate.compare.tuning import Tuner
 from headgate.compare.variants import Variant, parse_variants
 from headgate.config import Config, EngineOptions, StudyOptions
 from headgate.data.shards import open_split
+from headgate.errors import HeadgateError
 from headgate.machine import cores
 from headgate.measure.costs import CostPlan, device, measure_costs, refuse_lengths, step_seconds
 from headgate.measure.gates import gates_on_passage
@@ -82,10 +84,10 @@ def run_study(
     folder = StudyFolder(out)
     folder.refuse_strangers()
     if engine.on == "local":
-        refuse_too_large(base, World(0, 1, device()))
+        refuse_too_large(base, World(0, engine.processes, device()), shard=engine.shard)
         if options.cost:
             refuse_lengths(base, asked.cost.lengths_for(base.train))
-    at_once = options.jobs or max(1, cores() // asked.threads)
+    at_once = options.jobs or max(1, cores() // (asked.threads * engine.processes))
     if options.dry_run:
         _forecast(folder, asked, base, at_once)
         return True
@@ -95,10 +97,18 @@ def run_study(
         if claims is not None:
             config.save(claims, folder.claims_path, seal=True)
         if runner is None:
-            runner = JobRunner(folder.path, study.data.folder, study.threads, executor, engine.processes)
+            runner = JobRunner(
+                folder.path, study.data.folder, study.threads, executor, engine.processes, engine.shard
+            )
         phases = Phases(folder, study, base, runner, progress)
-        if study.budget == "seconds":
+        if study.budget == "seconds" and engine.on == "local":
             phases.share_out_seconds()
+        elif study.budget == "seconds" and phases.without_steps:
+            # Seconds of a machine that trains, not of the one that asks.
+            log = run_alone(executor, folder.path, "steps", "headgate.compare.costs_process")
+            if log is not None:
+                raise HeadgateError(f"the seconds of a step could not be measured: {failure(Path(log))}")
+            phases.study, _ = folder.read()
         failed = phases.controls()
         if study.tune:
             failed += phases.judge(phases.tune())
@@ -107,7 +117,7 @@ def run_study(
         failed += phases.ladder()
         if options.cost and engine.on == "local":
             phases.costs(at_once)
-        elif options.cost:
+        elif options.cost and not phases.costs_known:
             progress.phase("costs")
             log = run_alone(executor, folder.path, "costs", "headgate.compare.costs_process")
             if log is not None:
@@ -141,7 +151,7 @@ class Phases:
     def share_out_seconds(self) -> None:
         """Give each variant as many steps as fit into the baseline's time."""
         baseline, base = self.study.variants[0], self.base
-        missing = [variant for variant in self.study.variants if variant.label not in self.study.steps]
+        missing = self.without_steps
         if not missing:
             return
         self.progress.now("measuring a step of each variant, to give all the same seconds")
@@ -152,6 +162,11 @@ class Phases:
             relative = seconds[baseline.label] / seconds[variant.label]
             steps[variant.label] = max(1, round(base.train.steps * relative))
         self._note(replace(self.study, steps=steps))
+
+    @property
+    def without_steps(self) -> list[Variant]:
+        """With a budget of seconds: variants of which it is not known how many steps fit into theirs."""
+        return [variant for variant in self.study.variants if variant.label not in self.study.steps]
 
     def controls(self) -> list[Job]:
         """The controls and the baseline come first, so that it is known early whether the study can tell."""
@@ -207,8 +222,7 @@ class Phases:
         """Measure speed, memory and decoding of the variants, and what skipping nearly closed gates saves."""
         self.progress.phase("costs")
         before = self.folder.read_costs()
-        known = {cost.label for cost in before.costs} if before else set()
-        if any(variant.label not in known for variant in self.study.variants):
+        if not self._speeds_known:
             self.progress.note("measuring speed and memory; leave the machine alone meanwhile")
         costs = measure_costs(
             {variant.label: variant.config(self.base) for variant in self.study.variants},
@@ -221,13 +235,32 @@ class Phases:
             config.save(costs, self.folder.costs_path, seal=True)
         self._skipping()
 
+    @property
+    def costs_known(self) -> bool:
+        """Whether nothing is left to measure."""
+        return self._speeds_known and not self._left_to_skip(self._read_skipping())
+
+    @property
+    def _speeds_known(self) -> bool:
+        costs = self.folder.read_costs()
+        return costs is not None and all(costs.of(variant.label) for variant in self.study.variants)
+
+    def _read_skipping(self) -> dict[str, Any]:
+        path = self.folder.skipping_path
+        return {} if files.is_missing(path) else files.read_sealed(path)
+
+    def _left_to_skip(self, known: Mapping[str, Any]) -> dict[str, Path]:
+        """The first runs of variants with gates of which it is not known what skipping them does."""
+        return {
+            label: run
+            for label, run in self._first_runs().items()
+            if label not in known and can_skip(read_config(run).model)
+        }
+
     def _skipping(self) -> None:
         """What skipping nearly closed gates saves and costs, for mechanisms that learn their gates."""
-        path = self.folder.path / "skipping.json"
-        by_label = {} if files.is_missing(path) else files.read_sealed(path)
-        for label, run in self._first_runs().items():
-            if label in by_label or not can_skip(read_config(run).model):
-                continue
+        by_label = self._read_skipping()
+        for label, run in self._left_to_skip(by_label).items():
             self.progress.doing(f"measuring what skipping nearly closed gates saves and costs: {label}")
             by_threshold = gate_skipping(
                 run,
@@ -237,7 +270,7 @@ class Phases:
                 seconds=self.study.cost.seconds * len(THRESHOLDS),
             )
             by_label[label] = [each.to_dict() for each in by_threshold]
-            files.write_sealed(path, by_label)
+            files.write_sealed(self.folder.skipping_path, by_label)
 
     def gates(self) -> None:
         """The gates of each variant's first finished run on the start of the validation split."""

@@ -68,7 +68,7 @@ def run_suite(
     _refuse_strangers(folder)
     complete = True
     with files.locked(folder, "used by a suite"), StudyProgress() as progress:
-        at_once = options.jobs or cores()
+        at_once = options.jobs or max(1, cores() // engine.processes)
         # Before anything is written: a missing engine leaves nothing behind.
         executors = {name: make_executor(folder / name, at_once, engine) for name in tasks}
         plan = _take(folder, asked)
@@ -80,9 +80,9 @@ def run_suite(
             _keep_config(home, settings)
             progress.phase(name)
             tuning = list(tuning_runs(plan, name, home))
-            complete &= _train(home, tuning, settings, executors[name], progress)
+            complete &= _train(home, tuning, settings, executors[name], engine, progress)
             judged = list(judged_runs(plan, name, home))
-            complete &= _train(home, judged, settings, executors[name], progress)
+            complete &= _train(home, judged, settings, executors[name], engine, progress)
             _judge(home, judged, progress)
             write_suite(folder)
     return complete
@@ -139,7 +139,12 @@ def task_config(task: SyntheticTask) -> Config:
 
 
 def _train(
-    home: Path, runs: Sequence[SuiteRun], settings: Config, executor: Executor, progress: StudyProgress
+    home: Path,
+    runs: Sequence[SuiteRun],
+    settings: Config,
+    executor: Executor,
+    engine: EngineOptions,
+    progress: StudyProgress,
 ) -> bool:
     """Train what is not finished; a run that fails does not stop the others. Returns whether all finished."""
     if not runs:
@@ -165,7 +170,10 @@ def _train(
         done = sum(min(last_step(task.folder), steps) for task in running)
         progress.update_runs(settled + done)
 
-    tasks = [replace(run.queued(), end=steps) for run in waiting.values()]
+    tasks = [
+        replace(run.queued(shard=engine.shard), processes=engine.processes, end=steps)
+        for run in waiting.values()
+    ]
     return not run_tasks(executor, home, tasks, lambda task: waiting[task.key].finished, ended, looked)
 
 

@@ -60,11 +60,11 @@ class SuiteRun:
     def finished(self) -> bool:
         return (self.folder / "summary.json").is_file()
 
-    def queued(self) -> Task:
+    def queued(self, *, shard: bool = False) -> Task:
         """As a task for an engine to carry out."""
         words = ["train", str(self.home / "config.json"), "--data", str(self.home / "data"), "--out"]
         words += [str(self.folder), f"model.mechanism={self.variant.pattern}", f"seed={self.seed}"]
-        words += [f"train.learning_rate={self.rate}"]
+        words += [f"train.learning_rate={self.rate}", *["--shard"] * shard]
         name = f"{self.task}, {self.variant.label}, {f'rate {self.rate:g}, ' * self.tuning}seed {self.seed}"
         return Task(self.log.stem, name, tuple(words), str(self.folder), str(self.log))
 

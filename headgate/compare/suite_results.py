@@ -14,7 +14,7 @@ from rich.text import Text
 from headgate import config, files
 from headgate.compare import statistics
 from headgate.compare.commands import suite_command
-from headgate.compare.jobs import failure
+from headgate.compare.jobs import failure, has_failed
 from headgate.compare.suite_plan import (
     SuitePlan,
     SuiteRun,
@@ -110,7 +110,9 @@ def _row(
         "at_the_edge": rate in (min(plan.rates), max(plan.rates)) if len(plan.rates) > 2 else None,
         "tuning": [{"rate": run.rate, "seed": run.seed, "loss": final_loss(run)} for run in tuning],
         "runs": found,
-        "failures": [failure(run.log) for run in [*tuning, *runs] if run.log.is_file() and not run.finished],
+        "failures": [
+            failure(run.log) for run in [*tuning, *runs] if not run.finished and has_failed(run.log)
+        ],
         "score": asdict(statistics.interval([run["score"] for run in done])),
         "accuracy": asdict(statistics.interval([run["accuracy"] for run in done])),
         "loss": asdict(statistics.interval([run["loss"] for run in done])),
@@ -123,7 +125,7 @@ def _row(
 
 def _judged_run(run: SuiteRun, record: TaskRecord, judged: Mapping[str, Any] | None) -> dict[str, Any]:
     if not run.finished or judged is None:
-        return {"seed": run.seed, "state": "failed" if run.log.is_file() else "not run"}
+        return {"seed": run.seed, "state": "failed" if has_failed(run.log) else "not run"}
     loss, accuracy = judged["loss"], judged["answers"]["accuracy"]
     summary = RunFolder(run.folder).read_summary()
     curve = []
@@ -266,8 +268,10 @@ def score_of(row: Mapping[str, Any]) -> str:
     text = "" if score["mean"] is None else f"{score['mean']:.2f}"
     if score["high"] is not None:
         text += f" ± {score['high'] - score['mean']:.2f}"
-    if row["failures"] or missing:
-        text += f"{', ' if text else ''}{len(row['failures']) or len(missing)} failed"
+    if row["failures"]:
+        text += f"{', ' if text else ''}{len(row['failures'])} failed"
+    elif text and missing:
+        text += f", {len(missing)} not run"
     return text or "not run"
 
 

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,8 @@ def verdict_of(variant: Mapping[str, Any]) -> str:
 def signed(mean: float | None, high: float | None, digits: int) -> str:
     if mean is None:
         return ""
-    return f"{mean:+.{digits}f}" + ("" if high is None else f" ± {high - mean:.{digits}f}")
+    shown = round(mean, digits) + 0.0  # of nothing no sign
+    return f"{shown:+.{digits}f}" + ("" if high is None else f" ± {high - mean:.{digits}f}")
 
 
 def p_value(p: float | None) -> str:
@@ -126,7 +127,7 @@ def price_in_words(price: Mapping[str, Any] | None) -> str:
     found, of = (price["time"], "time") if "time" in price else (price["tokens"], "tokens")
     if price["beyond"] or found["value"] is None:
         return "beyond the ladder"
-    ends = [f"{found[end]:.2f}" if found[end] is not None else "?" for end in ("low", "high")]
+    ends = [f"{found[end]:.2f}" if found[end] is not None else "beyond" for end in ("low", "high")]
     return f"{found['value']:.2f}x compute at equal {of} ({ends[0]} to {ends[1]})"
 
 
@@ -226,8 +227,32 @@ def conditions(results: Mapping[str, Any]) -> str:
     equal += f", {tuning['trials']} trials of each variant" if results["tuned"] else ", untuned"
     return (
         f"Recipe {Path(results['recipe']).name}{size}, context {train['context']:,}, "
-        f"{results['tokens_per_run']:,} training tokens per run, {seeds}, {equal}"
+        f"{results['tokens_per_run']:,} training tokens per run, {seeds}, {equal}{_devices(results)}"
     )
+
+
+def devices(machines: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The devices of runs, each once; other numbers of processes or threads are as good as another device."""
+    found = []
+    for machine in machines:
+        counts = {what: machine[what] for what in ("processes", "threads") if machine[what] != 1}
+        found.append(", ".join([_device(machine), *(f"{count} {what}" for what, count in counts.items())]))
+    return list(dict.fromkeys(found))
+
+
+def _device(machine: Mapping[str, Any]) -> str:
+    return str(machine["device_name"] or machine["processor"])
+
+
+def _devices(results: Mapping[str, Any]) -> str:
+    """Whether the runs were spread over different devices, and whether another measured the costs."""
+    words, machines = "", results["circumstances"]["machines"]
+    trained, costs = devices(machines), results["costs"]
+    if len(trained) > 1:
+        words += f"; trained on different devices ({'; '.join(trained)}), whose seconds are not compared"
+    if costs and costs["machine"] and _device(costs["machine"]) not in map(_device, machines):
+        words += f"; costs measured on {_device(costs['machine'])}"
+    return words
 
 
 def _seeds(results: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
 from typing import Any, Literal
@@ -27,7 +27,7 @@ from torch import Tensor
 from headgate import config
 from headgate.config import Config, TrainConfig
 from headgate.errors import HeadgateError
-from headgate.machine import Peak, keep_memory
+from headgate.machine import Peak, describe, keep_memory
 from headgate.measure.speed import interleaved, ratios
 from headgate.mechanisms import Mechanism
 from headgate.mechanisms.contract import Heads
@@ -114,6 +114,8 @@ class Costs:
     device: str
     costs: tuple[Cost, ...]
     crossovers: tuple[Crossover, ...]
+    machine: Mapping[str, str | None] = field(default_factory=dict)
+    """Where all of it was measured; empty if an earlier version did."""
 
     def of(self, label: str) -> list[Cost]:
         return [cost for cost in self.costs if cost.label == label]
@@ -218,7 +220,11 @@ def measure_costs(
     at_once: int,
     say: Callable[[str], None],
 ) -> Costs:
-    """Measure every variant, by label, that is not in `before`; the first is the baseline for all."""
+    """Measure every variant, by label, that is not in `before`; the first is the baseline of all. What was
+    measured on another machine is measured again with what is new, so that one machine has measured all."""
+    here = describe(device())
+    if before is not None and before.machine != here and any(not before.of(label) for label in configs):
+        before = None
     known = {cost.label for cost in before.costs} if before else set()
     baseline, *others = configs
     labels = [baseline, *(label for label in others if label not in known)]
@@ -268,7 +274,7 @@ def measure_costs(
             *(_on_the_basis_of(known_costs.get(c.length), c) for c in fresh if c.label != baseline),
         ]
         crossovers = [*before.crossovers, *crossovers]
-    return Costs(torch.get_num_threads(), str(device()), tuple(fresh), tuple(crossovers))
+    return Costs(torch.get_num_threads(), str(device()), tuple(fresh), tuple(crossovers), here)
 
 
 def _on_the_basis_of(baseline: Cost | None, cost: Cost) -> Cost:

@@ -10,15 +10,15 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from headgate import ops
 from headgate.config import parse_mechanisms, split_mechanisms
@@ -197,15 +197,24 @@ def mechanism_cases(shape: Shape, names: list[str] | None = None) -> list[Case]:
             layer = MECHANISMS.get(spec.name)(shape.heads(), make_options(spec.name, spec.options, shared))
             initialise(layer, 0)
             layers.append(layer)
-        cases.append(_pattern_case(name, layers))
+        pattern = Pattern(layers)
+        cases.append(Case(name, "mechanism", pattern, pattern.pairs))
     return cases
 
 
-def _pattern_case(name: str, layers: list[Mechanism]) -> Case:
-    def attend(x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return sum((layer(x, q, k, v) for layer in layers[1:]), layers[0](x, q, k, v))
+class Pattern(nn.Module):
+    """Mechanisms on the same tensors, one after the other; a module, so that it can be moved to a device."""
 
-    return Case(name, "mechanism", attend, lambda length: sum(layer.pairs(length) for layer in layers))
+    def __init__(self, layers: Sequence[Mechanism]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        first, *others = (layer(x, q, k, v) for layer in self.layers)
+        return sum(others, cast(Tensor, first))
+
+    def pairs(self, length: int) -> int:
+        return sum(cast(Mechanism, layer).pairs(length) for layer in self.layers)
 
 
 def peer_cases(shape: Shape) -> tuple[list[Case], dict[str, str]]:

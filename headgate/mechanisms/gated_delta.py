@@ -103,7 +103,9 @@ class GatedDelta(Mechanism):
             beta = self.beta(wide).sigmoid().transpose(1, 2)
             log_decay = torch.zeros_like(beta)
             if self.options.decay == "learned":
-                log_decay = (-self.log_rate.exp() * F.softplus(self.step(wide))).transpose(1, 2)
+                # in the layout of its gradient, for which the compiler plans softplus's otherwise
+                step = self.step(wide).transpose(1, 2).contiguous()
+                log_decay = -self.log_rate.exp()[:, None] * F.softplus(step)
         self.observe("beta", beta.transpose(1, 2))
         self.observe("decay", log_decay.transpose(1, 2).exp())
         k, v = per_head(q, k), per_head(q, v)

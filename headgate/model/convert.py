@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -26,7 +26,7 @@ from headgate.mechanisms.contract import Mechanism, initialise
 from headgate.model import families, remote
 from headgate.model.decoder import Decoder, header_config, header_of, model_file, with_mechanism
 from headgate.model.tensors import write_tensors
-from headgate.model.weights import MODEL_TYPE, PREFIX, Weights, settings_config
+from headgate.model.weights import MODEL_TYPE, PREFIX, Weights, remembered, settings_config
 
 Form = Literal["headgate", families.Family]
 ARCHITECTURE = remote.CLASSES["AutoModelForCausalLM"]
@@ -149,6 +149,9 @@ def read_source(path: Path) -> Source:
     config = families.read_settings(settings, where)
     weights = Weights.of_folder(path)
     names = families.tensor_names(config)
+    if MODEL_TYPE in settings:
+        config = _with_used(config, settings, where)
+        names |= {families.our_name(name): name for name in weights.names() if ".mechanism." in name}
     # A tied model's output weights are its embedding's, whether they are stored again or not.
     unknown = sorted(weights.names() - set(names.values()) - {"lm_head.weight"})
     if unknown:
@@ -157,6 +160,13 @@ def read_source(path: Path) -> Source:
             "config.json the right one?"
         )
     return Source(settings["model_type"], config, weights, names, path, carried)
+
+
+def _with_used(config: ModelConfig, settings: Mapping[str, Any], where: str) -> ModelConfig:
+    """With the mechanisms that `headgate.model.hf.use` put into the layers."""
+    used, layers = remembered(config, settings, repr(where))
+    each = [(used if n in layers else config).layer_mechanism(n) for n in range(config.n_layers)]
+    return replace(config, mechanism=tuple(each))
 
 
 def _holds_ours(folder: Path) -> bool:

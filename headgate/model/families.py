@@ -318,16 +318,31 @@ def _step3p5(config: ModelConfig, layers: _Layers) -> dict[str, Any]:
         "model_type": "step3p5",
         "att_impl_type": "GQA",
         "num_attention_groups": config.n_kv_heads,
+        "tie_word_embeddings": False,  # vLLM's has an output layer of its own, whatever is said here
         "use_head_wise_attn_gate": True,
         "sliding_window": layers.window or 512,  # transformers wants a number even where no layer slides
+        "max_position_embeddings": 32_768,  # vLLM wants a number, too; the source's replaces it
         "layer_types": layers.types,
-        "moe_layers_enum": "-1",  # none: an empty list cannot be written
-        "mlp_layer_types": ["dense"] * config.n_layers,
+        "mlp_layer_types": ["dense"] * (config.n_layers - 1) + ["sparse"],
+        "moe_layers_enum": str(config.n_layers - 1),
+        "moe_num_experts": 1,
+        "moe_top_k": 1,
+        "moe_intermediate_size": EXPERT,
+        "share_expert_dim": config.d_mlp,
+        "use_moe": True,
+        "moe_router_activation": "softmax",  # nothing else on a CPU, and one expert gets 1 by any
+        "moe_router_scaling_factor": 1.0,
+        "use_moe_router_bias": True,
+        "need_fp32_gate": True,
+        "norm_expert_weight": True,
         "rope_parameters": None,
         "rope_scaling": config.rope_scaling and _scaling_settings(config.rope_scaling),
     }
 
 
+EXPERT = 32
+"""The width of the one routed expert of a step3p5, which adds nothing: vLLM serves none without experts. The
+last layer's MLP stands beside it as the expert that all tokens share."""
 WRITERS: dict[Family, Callable[[ModelConfig, _Layers], dict[str, Any]]] = {
     "qwen": _qwen, "llama": _llama, "mistral": _mistral, "qwen3_5": _qwen3_5, "step3p5": _step3p5,
 }  # fmt: skip
@@ -402,6 +417,11 @@ def tensor_names(config: ModelConfig) -> dict[str, str]:
     return names
 
 
+def our_name(theirs: str) -> str:
+    """Of a tensor of a mechanism that `headgate.model.hf.use` put into one of their models."""
+    return theirs.removeprefix("model.").replace(".self_attn.", ".attention.", 1)
+
+
 def tensors_as(family: Family, config: ModelConfig, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A family's tensors, from ours."""
     theirs = {name: ours[mine] for mine, name in tensor_names(config).items()}
@@ -429,4 +449,19 @@ def tensors_as(family: Family, config: ModelConfig, ours: Mapping[str, Tensor]) 
         for letter in "kvo" if biased else "":
             weight = theirs[f"{attention}.{letter}_proj.weight"]
             theirs.setdefault(f"{attention}.{letter}_proj.bias", weight.new_zeros(len(weight)))
+    if family == "step3p5":
+        theirs.setdefault("lm_head.weight", ours["embedding.weight"])
+        last, width = f"model.layers.{config.n_layers - 1}", config.d_model
+        theirs |= {
+            f"{last}.share_expert.{part}_proj.weight": theirs.pop(f"{last}.mlp.{part}_proj.weight")
+            for part in ("gate", "up", "down")
+        }
+        shapes = {
+            "gate_proj.weight": (1, EXPERT, width),
+            "up_proj.weight": (1, EXPERT, width),
+            "down_proj.weight": (1, width, EXPERT),
+            "gate.weight": (1, width),
+            "router_bias": (1,),
+        }
+        theirs |= {f"{last}.moe.{name}": norm.new_zeros(shape) for name, shape in shapes.items()}
     return theirs

@@ -34,7 +34,13 @@ except ImportError as error:
 
 from headgate.errors import HeadgateError
 from headgate.model.pretrained import GenerationCache, HeadgateConfig, HeadgatePreTrainedModel
-from headgate.model.use import SavedWithMechanism, take_out, use
+from headgate.model.use import (
+    SavedClassifierWithMechanism,
+    SavedStatesWithMechanism,
+    SavedWithMechanism,
+    take_out,
+    use,
+)
 from headgate.model.weights import MODEL_TYPE
 
 __all__ = [
@@ -42,6 +48,8 @@ __all__ = [
     "HeadgateForCausalLM",
     "HeadgateForSequenceClassification",
     "HeadgateModel",
+    "SavedClassifierWithMechanism",
+    "SavedStatesWithMechanism",
     "SavedWithMechanism",
     "take_out",
     "use",

@@ -13,7 +13,11 @@ CLASSES = {
     "AutoModelForSequenceClassification": "HeadgateForSequenceClassification",
 }
 """The classes of `headgate.model.hf`, for our own folders."""
-USED = {"AutoModelForCausalLM": "SavedWithMechanism"}
+USED = {
+    "AutoModel": "SavedStatesWithMechanism",
+    "AutoModelForCausalLM": "SavedWithMechanism",
+    "AutoModelForSequenceClassification": "SavedClassifierWithMechanism",
+}
 """For the folder of another family that was saved with a mechanism in it."""
 
 

@@ -23,20 +23,25 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from headgate import ops
-from headgate.config import ModelConfig, from_dict, to_dict
+from headgate.config import ModelConfig, to_dict
 from headgate.errors import HeadgateError
 from headgate.mechanisms.contract import MECHANISMS, Heads, Mechanism, Past, initialise, make_options
 from headgate.model import remote
 from headgate.model.cache import LayerCache
 from headgate.model.decoder import with_mechanism
-from headgate.model.weights import Weights
+from headgate.model.weights import MODEL_TYPE, Weights, remembered
 
-NAME = "headgate"
+NAME = MODEL_TYPE
 """The name of our attention in transformers, and of what the config remembers."""
 FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "gemma", "gemma3_text")
 REORDERING = ("reorder_cache", "crop", "batch_select_indices", "batch_repeat_interleave")
@@ -69,7 +74,7 @@ def use(
         d_mlp=config.intermediate_size,
     )
     if again:
-        ours, chosen = _remembered(config, ours)
+        ours, chosen = remembered(ours, {NAME: getattr(config, NAME, None)}, "this model")
     ours = with_mechanism(ours, mechanism, **options)
     places = list(range(len(attention))) if chosen is None else sorted(set(chosen))
     if not places or not 0 <= places[0] <= places[-1] < len(attention):
@@ -113,14 +118,24 @@ def take_out(model: PreTrainedModel) -> PreTrainedModel:
 class SavedWithMechanism:
     """What the auto_map of a folder names if its model was saved with a mechanism in it."""
 
+    auto: Any = AutoModelForCausalLM
+
     @classmethod
     def from_pretrained(cls, folder: Any, *args: Any, config: Any, **options: Any) -> PreTrainedModel:
-        kind = AutoModelForCausalLM._model_mapping[type(config)]
+        kind = cls.auto._model_mapping[type(config)]
         return use(kind.from_pretrained(folder, *args, config=config, **options))
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = None) -> None:
         """Nothing to do: the model is of transformers' own class."""
+
+
+class SavedStatesWithMechanism(SavedWithMechanism):
+    auto = AutoModel
+
+
+class SavedClassifierWithMechanism(SavedWithMechanism):
+    auto = AutoModelForSequenceClassification
 
 
 def _save(model: PreTrainedModel, folder: str | os.PathLike[str], **options: Any) -> None:
@@ -170,13 +185,6 @@ def _make(config: ModelConfig, layer: int, module: Any, seed: int) -> Mechanism:
     return mechanism.to(weight.device, weight.dtype).train(module.training)
 
 
-def _remembered(config: Any, ours: ModelConfig) -> tuple[ModelConfig, list[int]]:
-    kept = getattr(config, NAME, None)
-    if not isinstance(kept, dict) or not {"mechanism", "layers"} <= kept.keys():
-        raise HeadgateError("this model was not saved with a mechanism; name one, such as 'dynamic-sparse'")
-    return from_dict(ModelConfig, to_dict(ours) | {"mechanism": kept["mechanism"]}), kept["layers"]
-
-
 def _load(model: PreTrainedModel, attention: Sequence[Any], made: dict[int, Mechanism]) -> None:
     """The mechanisms' weights from the folder that the model came from, or from the Hub's cache."""
     folder = Path(model.config._name_or_path)
@@ -187,6 +195,9 @@ def _load(model: PreTrainedModel, attention: Sequence[Any], made: dict[int, Mech
     for n, mechanism in made.items():
         for own, parameter in mechanism.named_parameters():
             name = f"{names[attention[n]]}.mechanism.{own}"
+            if name not in weights:  # saved with a head and read without, or the other way about
+                base = f"{model.base_model_prefix}."
+                name = name.removeprefix(base) if name.startswith(base) else base + name
             if name not in weights or weights.shape(name) != tuple(parameter.shape):
                 raise HeadgateError(f"{model.config._name_or_path!r} has no {name} of the right shape")
             with torch.no_grad():

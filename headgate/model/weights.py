@@ -7,7 +7,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from headgate.config import ModelConfig, from_dict
+from headgate.config import ModelConfig, from_dict, to_dict
 from headgate.errors import HeadgateError
 from headgate.files import read_json
 from headgate.model.tensors import TensorFile
@@ -72,6 +72,20 @@ def settings_config(settings: Mapping[str, Any], where: str) -> ModelConfig:
     """The decoder's config from the settings in a config.json; `where` is that file, for errors."""
     known = set(ModelConfig.__dataclass_fields__)
     return from_dict(ModelConfig, {k: v for k, v in settings.items() if k in known}, where=where)
+
+
+def remembered(config: ModelConfig, settings: Mapping[str, Any], where: str) -> tuple[ModelConfig, list[int]]:
+    """The config with the mechanism that `headgate.model.hf.use` put into a model of another family before it
+    was saved, and the layers that have it."""
+    kept = settings.get(MODEL_TYPE)
+    if not isinstance(kept, Mapping) or not {"mechanism", "layers"} <= kept.keys():
+        raise HeadgateError(f"{where} was not saved with a mechanism; name one, such as 'dynamic-sparse'")
+    layers = kept["layers"]
+    if not isinstance(layers, list) or not all(n in range(config.n_layers) for n in layers):
+        raise HeadgateError(
+            f"{where} has a mechanism in layers={layers}; expected numbers from 0 to {config.n_layers - 1}"
+        )
+    return from_dict(ModelConfig, to_dict(config) | {"mechanism": kept["mechanism"]}, where=where), layers
 
 
 def _open(path: Path) -> Any:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headgate.errors import HeadgateError
-from headgate.ops import flex, reference
+from headgate.ops import flex, grouped, reference
 from headgate.ops.blocks_native import blocks_attention, choose
 from headgate.ops.dispatch import Op, check, forced_backend
 from headgate.ops.documents import by_document
@@ -193,7 +193,8 @@ def _native(q: Tensor, k: Tensor, v: Tensor, *, block: int, scale: float, chosen
 @BLOCKS.path("flex", refuse=flex.refuse)
 def _flex(q: Tensor, k: Tensor, v: Tensor, *, block: int, scale: float, chosen: Tensor | None) -> Tensor:
     chosen = choose_blocks(q, k, block=block, scale=scale) if chosen is None else chosen
-    return flex.block_selected_attention(q, k, v, chosen, block)
+    attend = grouped if grouped.pays(q, k, chosen, block) else flex
+    return attend.block_selected_attention(q, k, v, chosen, block)
 
 
 @BLOCKS.path("torch")

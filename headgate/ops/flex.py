@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.utils.weak import WeakIdKeyDictionary
 
-from headgate.ops.gpu import NO_TRITON
+from headgate.ops.gpu import NO_TRITON, device_kind, is_planned
 from headgate.ops.merge import merged
 from headgate.ops.span.options import Span
 
@@ -42,9 +42,9 @@ Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 def refuse(q: Tensor, *tensors: Any, **options: Any) -> str | None:
     """Why FlexAttention cannot take these heads."""
-    if q.device.type not in DEVICES:
+    if device_kind(q.device) not in DEVICES:
         return f"it runs on a GPU, not on {q.device.type}"
-    if not _TRITON:
+    if not _TRITON and not is_planned():
         return NO_TRITON
     if q.dtype not in DTYPES:
         return f"it takes float32, bfloat16 and float16, not {q.dtype}".replace("torch.", "")
@@ -141,7 +141,7 @@ class SeenPairs:
         else:
             some, every = self.blocks_of_documents(first_keys)
         pairs = self.pairs(device, first_keys)
-        return _block_mask((some & ~every)[:, None], every[:, None], pairs, self.queries, self.keys)
+        return block_mask((some & ~every)[:, None], every[:, None], pairs, self.queries, self.keys)
 
 
 def span_attention(
@@ -150,9 +150,10 @@ def span_attention(
     v: Tensor,
     span: Span,
     *,
+    output_only: bool = False,
     ring_log_weight: Tensor | None = None,
     key_bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     if key_bias is not None and torch.is_grad_enabled() and k.shape[2] % BLOCK:
         # What is appended comes after every query that counts.
         more, queries = -k.shape[2] % BLOCK, q.shape[2]
@@ -162,26 +163,35 @@ def span_attention(
         if ring_log_weight is not None:
             ring_log_weight = F.pad(ring_log_weight, (0, more))
         out, lse = span_attention(
-            q, k, v, span, ring_log_weight=ring_log_weight, key_bias=F.pad(key_bias, (0, more))
+            q,
+            k,
+            v,
+            span,
+            output_only=output_only,
+            ring_log_weight=ring_log_weight,
+            key_bias=F.pad(key_bias, (0, more)),
         )
-        return out[:, :, :queries], lse[:, :, :queries]
+        return out[:, :, :queries], None if lse is None else lse[:, :, :queries]
     queries, keys = q.shape[2], k.shape[2]
     bias = None if key_bias is None else KeyBias(key_bias, keys - queries)
     prefix, pinned = max(0, span.dense_prefix - span.start), max(0, span.pinned - span.start)
     farthest = keys if span.window is None else min(span.window, keys)
     seen = SeenPairs(queries, keys, 0, farthest, prefix, pinned)
-    near, near_lse = _attend(q, k, v, _mask_of(q, seen, span.first_keys), bias)
+    mask = _mask_of(q, seen, span.first_keys)
+    if output_only and ring_log_weight is None:
+        return _attend(q, k, v, mask, bias), None
+    near, near_lse = attend_with_lse(q, k, v, mask, bias)
     if ring_log_weight is None:
         return near, near_lse
     seen = SeenPairs(queries, keys, farthest + 1, min(span.ring, keys))
-    far, far_lse = _attend(q, k, v, _mask_of(q, seen, span.first_keys), bias)
+    far, far_lse = attend_with_lse(q, k, v, _mask_of(q, seen, span.first_keys), bias)
     far_lse = far_lse + ring_log_weight.to(far_lse.dtype)
     return merged(near, near_lse, far, far_lse), torch.logaddexp(near_lse, far_lse)
 
 
 def block_selected_attention(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, block: int) -> Tensor:
     """Attention of each query to its own block of keys up to itself and to the chosen ones (B,H,Tq,S)."""
-    return _attend(q, k, v, selected_mask(q, k, chosen, block))[0]
+    return _attend(q, k, v, selected_mask(q, k, chosen, block))
 
 
 def selected_mask(q: Tensor, k: Tensor, chosen: Tensor, block: int) -> BlockMask:
@@ -209,7 +219,7 @@ def selected_mask(q: Tensor, k: Tensor, chosen: Tensor, block: int) -> BlockMask
         column = torch.where(reached, column, columns)
         column = F.pad(column, (0, 0, 0, rows * BLOCK - queries), value=columns)
         some = some.scatter(3, column.unflatten(2, (rows, BLOCK)).flatten(3).long(), True)
-    return _block_mask(some[..., :columns], None, seen, queries, keys)
+    return block_mask(some[..., :columns], None, seen, queries, keys)
 
 
 class KeyBias:
@@ -229,23 +239,34 @@ class KeyBias:
         return biased
 
 
-def _attend(
+def attend_with_lse(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, bias: KeyBias | None = None
 ) -> tuple[Tensor, Tensor]:
+    out, extra = _attend(q, k, v, mask, bias, AuxRequest(lse=True))
+    return out, extra.lse if bias is None else extra.lse + bias.own
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: BlockMask,
+    bias: KeyBias | None = None,
+    extra: AuxRequest | None = None,
+) -> Any:
     # Inside a caller's torch.compile the call is traced with the rest; outside, FlexAttention by itself would
     # compute all pairs.
     attend = flex_attention if torch.compiler.is_compiling() else _compiled()
-    out, extra = attend(
+    return attend(
         q,
         k,
         v,
         score_mod=None if bias is None else bias.scores(),
         block_mask=mask,
         enable_gqa=q.shape[1] != k.shape[1],
-        return_aux=AuxRequest(lse=True),
+        return_aux=extra,
         kernel_options=_kernel_options(q, k),
     )
-    return out, extra.lse if bias is None else extra.lse + bias.own
 
 
 def _kernel_options(q: Tensor, k: Tensor) -> dict[str, Any] | None:
@@ -288,7 +309,7 @@ def _bounds(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return low, (low + BLOCK - 1).clamp(max=length - 1)
 
 
-def _block_mask(some: Tensor, every: Tensor | None, pairs: Mask, queries: int, keys: int) -> BlockMask:
+def block_mask(some: Tensor, every: Tensor | None, pairs: Mask, queries: int, keys: int) -> BlockMask:
     """A mask from the blocks (B,H,rows,columns) that are partly seen, and those seen whole."""
     kv, of_q = _listed(some), _listed(some.mT)
     none = (None, None)
@@ -309,6 +330,9 @@ def _block_mask(some: Tensor, every: Tensor | None, pairs: Mask, queries: int, k
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of each row are marked, and their columns, marked ones first and in order."""
-    order = (~blocks).to(torch.int32).argsort(dim=-1, stable=True)
-    return blocks.sum(-1, dtype=torch.int32), order.to(torch.int32).contiguous()
+    """How many blocks of each row are marked, and their columns, in order, followed by the last column."""
+    # In a compiled layer this runs with every call, and a sort would be a kernel or two of its own.
+    rank, columns = blocks.cumsum(-1, dtype=torch.int32), blocks.shape[-1]
+    wanted = torch.arange(1, columns + 1, dtype=torch.int32, device=blocks.device)
+    order = torch.searchsorted(rank, wanted.expand_as(rank).contiguous(), out_int32=True)
+    return rank[..., -1].contiguous(), order.clamp(max=columns - 1)

@@ -1,5 +1,8 @@
 """What GPU paths need to know about the device."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -25,3 +28,34 @@ def send(t: Tensor, device: torch.device) -> Tensor:
 def has_double(device: torch.device) -> bool:
     """Whether it computes in double precision, which Apple's GPUs do not."""
     return device.type != "mps"
+
+
+def device_kind(device: torch.device) -> str:
+    """A device's type; while a plan is made, that of the device it is made for."""
+    planned = _planned["kind"]
+    return planned if planned and device.type == "cpu" else device.type
+
+
+def is_planned() -> bool:
+    """Whether tensors on the CPU stand for those of another device."""
+    return bool(_planned["kind"])
+
+
+@contextmanager
+def planned_for(device: str) -> Iterator[None]:
+    """Inside, paths are chosen and tiles sized as on such a device ("cuda", AMD's "hip", "mps"); nothing runs
+    there."""
+    before = dict(_planned)
+    _planned.update(kind={"cpu": "", "hip": "cuda"}.get(device, device), hip="hip" * (device == "hip"))
+    try:
+        yield
+    finally:
+        _planned.update(before)
+
+
+def is_hip() -> bool:
+    """Whether GPUs are AMD's."""
+    return bool(_planned["hip"] if is_planned() else torch.version.hip)
+
+
+_planned = {"kind": "", "hip": ""}  # no ContextVar: torch.compile cannot trace one

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from headgate.ops.gpu import device_kind
 from headgate.ops.tiles import recomputed
 
 IGNORED = -100
@@ -23,7 +24,7 @@ CPU_ELEMENTS, GPU_ELEMENTS = 1 << 25, 1 << 28
 
 def rows_at_once(vocabulary: int, device: torch.device) -> int:
     """Tokens whose logits are held at once."""
-    if device.type == "cpu":
+    if device_kind(device) == "cpu":
         return max(64, min(1024, CPU_ELEMENTS // vocabulary))
     return max(2048, min(8192, GPU_ELEMENTS // vocabulary))
 
@@ -90,6 +91,7 @@ class _SummedLoss(torch.autograd.Function):
                 d_x[here] = d_logits @ half
             if d_weight is not None:
                 d_weight += d_logits.mT @ part
+            del logits, d_logits  # before the next chunk's are made
         ctx.save_for_backward(d_x, d_weight)
         ctx.weight_dtype = weight.dtype
         return total

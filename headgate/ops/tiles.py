@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from headgate.ops.gpu import device_kind
+
 TILE_ELEMENTS, GPU_TILE_ELEMENTS, GPU_TILE_QUERIES = 1 << 22, 1 << 27, 1024
 """The most scores that one tile holds, about 16 MB in fp32: big enough for matrix products, small beside T x
 T. On a GPU every tile takes several launches, and fewer tiles of 512 MB take the time of one."""
@@ -16,7 +18,7 @@ def query_tiles(
 ) -> Iterator[tuple[int, int]]:
     """Ranges of queries whose tiles hold at most TILE_ELEMENTS when a query's row holds `row_elements`."""
     elements = TILE_ELEMENTS
-    if device.type != "cpu":
+    if device_kind(device) != "cpu":
         elements, most = GPU_TILE_ELEMENTS, max(most, GPU_TILE_QUERIES)
     size = max(1, min(most, elements // max(1, row_elements)))
     for first in range(0, queries, size):

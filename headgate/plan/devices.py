@@ -53,71 +53,49 @@ class Device:
     """Bytes per second, in each direction, to the other devices of a machine."""
     source: str
     """Where the figures come from."""
+    kind: str = "cpu"
+    """What runs there: cuda, hip (AMD's), mps or cpu."""
 
 
-DEVICES = {
-    device.name: device
-    for device in (
-        Device(
-            "A100", 80 * GB, 312 * TERA, 19.5 * TERA, 2039 * GB, 300 * GB, "NVIDIA A100 datasheet, 80 GB SXM"
-        ),
-        Device(
-            "H100", 80 * GB, 989 * TERA, 67 * TERA, 3350 * GB, 450 * GB, "NVIDIA H100 datasheet, SXM, dense"
-        ),
-        Device(
-            "RTX 4090",
-            24 * GB,
-            165 * TERA,
-            82.6 * TERA,
-            1008 * GB,
-            32 * GB,
-            "NVIDIA Ada GPU architecture whitepaper, dense bf16 with fp32 accumulation; PCIe 4.0",
-        ),
-        Device(
-            "A100 40GB",
-            40 * GB,
-            312 * TERA,
-            19.5 * TERA,
-            1555 * GB,
-            300 * GB,
-            "NVIDIA A100 datasheet, 40 GB SXM",
-        ),
-        Device(
-            "H200", 141 * GB, 989 * TERA, 67 * TERA, 4800 * GB, 450 * GB, "NVIDIA H200 datasheet, SXM, dense"
-        ),
-        Device(
-            "B200", 180 * GB, 2250 * TERA, 80 * TERA, 8000 * GB, 900 * GB, "NVIDIA HGX B200 datasheet, dense"
-        ),
-        Device(
-            "MI300X", 192 * GB, 1307 * TERA, 163.4 * TERA, 5300 * GB, 448 * GB, "AMD MI300X datasheet, dense"
-        ),
-        Device(
-            "L40S",
-            48 * GB,
-            362 * TERA,
-            91.6 * TERA,
-            864 * GB,
-            32 * GB,
-            "NVIDIA L40S datasheet, dense; PCIe 4.0",
-        ),
-        Device(
-            "RTX 5090",
-            32 * GB,
-            209.5 * TERA,
-            104.8 * TERA,
-            1792 * GB,
-            64 * GB,
-            "NVIDIA Blackwell GPU architecture whitepaper, dense bf16 with fp32 accumulation; PCIe 5.0",
-        ),
-        Device("L4", 24 * GB, 121 * TERA, 30.3 * TERA, 300 * GB, 32 * GB, "NVIDIA L4 datasheet, dense"),
-    )
-}
+def _device(
+    name: str,
+    memory: float,
+    bf16: float,
+    fp32: float,
+    bandwidth: float,
+    link: float,
+    source: str,
+    kind: str = "cuda",
+) -> Device:
+    """In GB, TFLOP/s and GB/s."""
+    return Device(name, memory * GB, bf16 * TERA, fp32 * TERA, bandwidth * GB, link * GB, source, kind)
+
+
+_APPLE = (
+    "Apple's specifications of memory; Apple gives no speed of its GPU: 256 operations a clock of each of its"
+)
+_KNOWN = (
+    _device("A100", 80, 312, 19.5, 2039, 300, "NVIDIA A100 datasheet, 80 GB SXM"),
+    _device("A100 40GB", 40, 312, 19.5, 1555, 300, "NVIDIA A100 datasheet, 40 GB SXM"),
+    _device("H100", 80, 989, 67, 3350, 450, "NVIDIA H100 datasheet, SXM"),
+    _device("H200", 141, 989, 67, 4800, 450, "NVIDIA H200 datasheet, SXM"),
+    _device("B200", 180, 2250, 75, 7700, 900, "NVIDIA Blackwell datasheet, HGX B200"),
+    _device("L4", 24, 121, 30.3, 300, 32, "NVIDIA L4 datasheet; PCIe 4.0"),
+    _device("L40S", 48, 362, 91.6, 864, 32, "NVIDIA L40S datasheet; PCIe 4.0"),
+    _device("RTX 4090", 24, 165, 82.6, 1008, 32, "NVIDIA Ada whitepaper; PCIe 4.0"),
+    _device("RTX 5090", 32, 209.5, 104.8, 1792, 64, "NVIDIA RTX Blackwell whitepaper; PCIe 5.0"),
+    _device("MI300X", 192, 1307, 163.4, 5300, 448, "AMD Instinct MI300X datasheet", "hip"),
+    _device("M4", 32, 3.8, 3.8, 120, 120, f"{_APPLE} 10 cores at 1.47 GHz", "mps"),
+    _device("M4 Max", 128, 17.2, 17.2, 546, 546, f"{_APPLE} 40 cores at 1.68 GHz", "mps"),
+    _device("M3 Ultra", 512, 28.6, 28.6, 819, 819, f"{_APPLE} 80 cores at 1.40 GHz", "mps"),
+)
+DEVICES = {device.name: device for device in _KNOWN}
 CPU = "cpu"
 
 
 def find_device(name: str) -> Device:
     """A device by name, however spelt: RTX 4090, rtx-4090, rtx4090; cpu is this machine, measured now."""
-    plain = _plain(name)
+    plain = _plain(name).removeprefix("apple")
     if plain == CPU:
         return measured()
     for device in DEVICES.values():

@@ -28,14 +28,17 @@ from headgate.config import ModelConfig
 from headgate.mechanisms.contract import Mechanism
 from headgate.model.decoder import Decoder
 from headgate.ops import tiles
+from headgate.ops.active import BY_HEAD
+from headgate.ops.dispatch import paths_taken
+from headgate.ops.gpu import planned_for
 from headgate.plan.meta_rules import result_of
 from headgate.train.evaluate import autocast
 from headgate.train.summary import mechanisms_of
 
 CPU = torch.device("cpu")
-DIRECT_TOKENS = 4096
+DIRECT_TOKENS, GPU_DIRECT_TOKENS = 4096, 1 << 15
 """Up to this many tokens a pass is run as it is; beyond, its figures are on the line through two smaller
-ones."""
+ones, at which tiles and chunks of the loss already have their greatest size."""
 
 
 LARGE = 1 << 16
@@ -84,6 +87,8 @@ class Ledger(TorchDispatchMode):
         self.peak = 0
         self.moved = 0
         """Bytes that the ops read and wrote, counted op by op."""
+        self.kernels = 0
+        """Ops that compute something: on a GPU, each is at least one kernel to start."""
         self._known: dict[int, int] = {}
 
     @classmethod
@@ -97,6 +102,7 @@ class Ledger(TorchDispatchMode):
                 return _loss(*args[:11], *args[12:])
         if not any(isinstance(leaf, Shadow) for leaf in flat) and not _makes_large(func, args):
             result = func(*args, **(kwargs or {}))
+            self.kernels += func not in FACTORIES and not func.is_view
             for tensor in tree_flatten(result)[0]:
                 if isinstance(tensor, Tensor):
                     self.follow(tensor)
@@ -114,6 +120,7 @@ class Ledger(TorchDispatchMode):
         made = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if func._schema.is_mutable or any(_storage(leaf)._cdata not in read for leaf in made):
             self.moved += sum(map(_bytes, [*touched, *made]))
+            self.kernels += 1
         return tree_unflatten([self._wrapped(leaf, given_as) for leaf in leaves], shape)
 
     def _wrapped(self, leaf: Any, given_as: dict[int, Tensor]) -> Any:
@@ -210,6 +217,10 @@ class Pass:
     """What is freed when the next layer starts: the previous one's input, unless something keeps it."""
     moved: tuple[float, ...]
     """Bytes read and written by ops: all but the layers, then each layer, forward and backward."""
+    kernels: tuple[float, ...]
+    """Ops that compute something, as `moved`."""
+    paths: tuple[frozenset[str], ...]
+    """Those that the ops of each layer's mechanism took in the forward pass."""
 
     def between(self, other: "Pass", share: float) -> "Pass":
         pairs = zip(self.layers, other.layers, strict=True)
@@ -223,23 +234,29 @@ class Pass:
             self.embedding_back.between(other.embedding_back, share),
             self.between_layers + share * (other.between_layers - self.between_layers),
             tuple(a + share * (b - a) for a, b in zip(self.moved, other.moved, strict=True)),
+            tuple(a + share * (b - a) for a, b in zip(self.kernels, other.kernels, strict=True)),
+            self.paths,
         )
 
 
-def run_pass(model: ModelConfig, precision: str, sequences: int, length: int, *, recompute: bool) -> Pass:
-    """Trace a pass over the first repeat of the pattern of layers."""
+def run_pass(
+    model: ModelConfig, precision: str, sequences: int, length: int, *, recompute: bool, device: str = "cpu"
+) -> Pass:
+    """Trace a pass over the first repeat of the pattern of layers, with such a device's paths and tiles."""
     pattern = min(len(model.mechanism), model.n_layers)
     decoder = blank_decoder(replace(model, n_layers=pattern))
     ledger = Ledger()
-    with ledger, light_recomputation():
+    with ledger, light_recomputation(), planned_for(device):
         tokens = ledger.shadow((sequences, length), torch.int64)
         ledger.shadow_parameters(decoder)
-        marks, freed = _marked_step(decoder, ledger, precision, tokens, recompute)
-    segments = [Segment(peak - before, after - before) for before, peak, after, _ in marks]
-    moved = [bytes_ for *_, bytes_ in marks]
+        marks, freed, paths = _marked_step(decoder, ledger, precision, tokens, recompute)
+    segments = [Segment(m.peak - m.before, m.after - m.before) for m in marks]
     forward, back = slice(1, pattern + 1), slice(pattern + 3, 2 * pattern + 3)
-    both = zip(moved[forward], moved[back][::-1], strict=True)
-    each = [a + b for a, b in both]
+
+    def by_layer(counts: list[int]) -> tuple[float, ...]:
+        each = [a + b for a, b in zip(counts[forward], counts[back][::-1], strict=True)]
+        return sum(counts) - sum(each), *each
+
     return Pass(
         segments[0],
         tuple(segments[forward]),
@@ -248,7 +265,9 @@ def run_pass(model: ModelConfig, precision: str, sequences: int, length: int, *,
         tuple(segments[back][::-1]),
         segments[-1],
         freed,
-        (sum(moved) - sum(each), *each),
+        by_layer([m.moved for m in marks]),
+        by_layer([m.kernels for m in marks]),
+        tuple(paths),
     )
 
 
@@ -310,19 +329,38 @@ def light_recomputation() -> Iterator[None]:
         yield
 
 
+def _paths_since(before: dict[str, int]) -> frozenset[str]:
+    """Those taken since, but for an op that only shares heads out to others."""
+    taken = (path.split(":")[:2] for path, n in paths_taken().items() if n > before.get(path, 0))
+    return frozenset(path for op, path in taken if op != BY_HEAD.name)
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """A segment as it was followed: bytes live before it, at its highest point and after it, and its work."""
+
+    before: int
+    peak: int
+    after: int
+    moved: int
+    kernels: int
+
+
 def _marked_step(
     decoder: Decoder, ledger: Ledger, precision: str, tokens: Tensor, recompute: bool
-) -> tuple[list[tuple[int, int, int, int]], int]:
-    """(live before, peak, live after, bytes moved) of each segment, in order of time; and the bytes of the
-    first layer's input if nothing keeps it for the backward pass."""
-    marks: list[tuple[int, int, int, int]] = []
+) -> tuple[list[_Mark], int, list[frozenset[str]]]:
+    """Each segment in order of time; the bytes of the first layer's input if nothing keeps it for the
+    backward pass; and the paths that each layer took."""
+    marks: list[_Mark] = []
     inputs: list[tuple[Any, int]] = []
-    state = [ledger.live, ledger.moved]
+    paths: list[frozenset[str]] = []
+    state = [ledger.live, ledger.moved, ledger.kernels]
     ledger.peak = ledger.live
 
     def mark(*_: Any) -> None:
-        marks.append((state[0], ledger.peak, ledger.live, ledger.moved - state[1]))
-        state[:] = [ledger.live, ledger.moved]
+        before, moved, kernels = state
+        marks.append(_Mark(before, ledger.peak, ledger.live, ledger.moved - moved, ledger.kernels - kernels))
+        state[:] = [ledger.live, ledger.moved, ledger.kernels]
         ledger.peak = ledger.live
 
     class Marked(nn.Module):
@@ -337,7 +375,9 @@ def _marked_step(
                 storage = _storage(x.meta if isinstance(x, Shadow) else x)
                 inputs.append((weakref.ref(storage), storage.nbytes()))
             run = partial(self.layer, with_values=with_values)
+            before = paths_taken()
             out = _recomputed(run, x, *rest) if recompute else run(x, *rest)
+            paths.append(_paths_since(before))
             mark()
             (out[0] if with_values else out).register_hook(mark)
             return out
@@ -349,7 +389,7 @@ def _marked_step(
     freed = sum(size for kept, size in inputs if kept() is None)
     loss.backward()
     mark()
-    return marks, freed
+    return marks, freed, paths
 
 
 _RUNS: dict[tuple[Any, ...], Pass] = {}
@@ -360,8 +400,11 @@ class Passes:
     """Passes over any number of sequences of one length. Those with many tokens are on the line through two
     smaller runs: memory is linear in the tokens once tiles have reached their greatest size."""
 
-    def __init__(self, model: ModelConfig, precision: str, length: int, *, recompute: bool) -> None:
+    def __init__(
+        self, model: ModelConfig, precision: str, length: int, *, recompute: bool, device: str = "cpu"
+    ) -> None:
         self.model, self.precision, self.length, self.recompute = model, precision, length, recompute
+        self.device = device
 
     @cached_property
     def pattern(self) -> list[Mechanism]:
@@ -370,8 +413,10 @@ class Passes:
         return mechanisms_of(blank_decoder(replace(self.model, n_layers=depth)))
 
     def of(self, sequences: int) -> Pass:
-        length, tokens, half = self.length, sequences * self.length, DIRECT_TOKENS // 2
-        if tokens <= DIRECT_TOKENS:
+        length, tokens = self.length, sequences * self.length
+        most = DIRECT_TOKENS if self.device == "cpu" else GPU_DIRECT_TOKENS
+        half = most // 2
+        if tokens <= most:
             return self._run(sequences, length)
         few = max(1, half // length)
         shapes = [(1, half), (1, 2 * half)] if length > half else [(few, length), (2 * few, length)]
@@ -388,9 +433,16 @@ class Passes:
         return replace(between, moved=(rest, *layers))
 
     def _run(self, sequences: int, length: int) -> Pass:
-        key = (repr(self.model), self.precision, sequences, length, self.recompute)
+        key = (repr(self.model), self.precision, sequences, length, self.recompute, self.device)
         if key not in _RUNS:
-            _RUNS[key] = run_pass(self.model, self.precision, sequences, length, recompute=self.recompute)
+            _RUNS[key] = run_pass(
+                self.model,
+                self.precision,
+                sequences,
+                length,
+                recompute=self.recompute,
+                device=self.device,
+            )
         return _RUNS[key]
 
 
@@ -444,19 +496,20 @@ class Sizes:
         return self.rest + sum(self.layers[n % len(self.layers)] for n in range(self.depth))
 
 
-def walk(run: Pass, sizes: Sizes, *, accumulated: bool, shards: int = 1) -> Memory:
+def walk(run: Pass, sizes: Sizes, *, accumulated: bool, shards: int = 1, gathered: int = 4) -> Memory:
     """The highest point of a step at full depth. `accumulated`: all gradients exist from the start.
 
     With shards (FSDP2) a device has its share of weights, gradients and optimiser state; only the embedding,
-    the layer at work and the next one are whole, and a layer's gradients until they are passed on.
+    the layer at work and the next one are whole, at `gathered` bytes per weight, and a layer's gradients
+    until they are passed on: while they accumulate, until the last pass of the step.
     """
     width, pattern = 4, len(run.layers)
     weights = width * sizes.total / shards
     if shards > 1:
-        weights += width * (sizes.rest + 2 * max(sizes.layers))
+        weights += gathered * (sizes.rest + 2 * max(sizes.layers))
     optimiser = 2 * width * sizes.total / shards
     shared = 1 / shards
-    gradients = width * sizes.total * shared if accumulated else 0.0
+    gradients = float(width * sizes.total) if accumulated else 0.0
     moments: list[Memory] = []
     activations = 0.0
 

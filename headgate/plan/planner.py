@@ -6,9 +6,10 @@ and at worst; on the CPU, parts of the model itself are timed on the spot (`cpu_
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from statistics import fmean
 from typing import Any
 
 from headgate.config import Config
@@ -21,19 +22,45 @@ from headgate.plan.devices import CPU, Device, Seconds
 from headgate.plan.memory_trace import Ledger, Memory, Pass, Passes, Sizes, blank_decoder, walk
 from headgate.train.summary import flops_per_token, mechanisms_of, pairs_by_layer
 
+PLAIN = "no option"
 USABLE = 0.9
 """The share of a device's memory that a plan fills: the rest goes to the program and to gaps between
 tensors."""
 PRODUCTS = (0.7, 0.4)
 """The share of a GPU's peak that large matrix products reach in training, at best and at worst."""
-ATTENTION = (0.6, 0.25)
-"""The same for attention's products, which have a softmax in between."""
 VECTOR = (0.5, 0.2)
 """The same, of the fp32 peak, for whatever else a mechanism does to each pair."""
 MOVED = (0.4, 1.1)
 """Bytes moved as a multiple of what the ops of the plain code move: at best most passes are fused."""
-BACKWARD = 2.5
-"""Attention's backward pass over its forward: five products against two."""
+LAUNCH = (3e-6, 12e-6)
+"""Seconds in which the host starts a kernel: a GPU that works faster waits for it."""
+OPTIMISER_KERNELS = 20
+"""Clipping and fused AdamW go over all weights in a few kernels each."""
+LINK = (0.8, 0.4)
+"""The share of its links' speed that an exchange between devices reaches."""
+
+
+@dataclass(frozen=True)
+class PathSpeed:
+    """What attention's products reach on a path."""
+
+    share: tuple[float, float]
+    """Of the peak of the dtype they are multiplied in, at best and at worst."""
+    backward: float
+    """The backward pass over the forward."""
+    in_fp32: bool = False
+    """Whether they are in fp32 whatever the precision."""
+
+
+PATHS = {
+    "sdpa": PathSpeed((0.65, 0.3), 2.5),  # five products against two
+    "varlen": PathSpeed((0.6, 0.25), 2.5),
+    "flex": PathSpeed((0.5, 0.2), 2.5),
+    "triton": PathSpeed((0.5, 0.2), 4.0),  # the pair's network twice more: docs/gpu.md, what bounds them
+    "torch": PathSpeed((0.4, 0.1), 3.0, in_fp32=True),  # scores go through memory, and are made again
+}
+"""By the path's name; shares of FlashAttention-2's and FlexAttention's published figures, and for `torch` of
+the bytes that a tile of scores moves beside its products."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +79,7 @@ class Fit:
     @property
     def options(self) -> str:
         """As `headgate train` takes them."""
-        return " ".join(["--recompute"] * self.recompute + ["--shard"] * self.shard) or "no option"
+        return " ".join(["--recompute"] * self.recompute + ["--shard"] * self.shard) or PLAIN
 
 
 @dataclass(frozen=True)
@@ -70,6 +97,8 @@ class Plan:
     """The recipe's own batch, without recomputation or sharding."""
     ways: tuple[Fit, ...]
     """For each choice of options, the largest number of sequences that fits; one sequence if none does."""
+    paths: tuple[str, ...]
+    """That the mechanisms' ops take on this device."""
     cache: float
     """Bytes that must be kept to decode after one sequence of this context, in fp32."""
     price: float | None
@@ -113,6 +142,7 @@ class Plan:
             "asked": of(self.asked),
             "ways": [of(way) for way in self.ways],
             "best": None if self.best is None else of(self.best),
+            "paths": list(self.paths),
             "cache_bytes": self.cache,
             "price": self.price,
         }
@@ -160,16 +190,15 @@ class Planner:
         self.mechanisms = mechanisms_of(self.decoder)
         self.documents = None if split is None else document_lengths(split, train)
         self.forward = flops_per_token(self.decoder, train.context, self.documents)
-        pairs = pairs_by_layer(self.decoder, train.context, self.documents)
-        self.besides = sum(
-            pairs_of * train.context * mechanism.pair_operations()
-            for pairs_of, mechanism in zip(pairs, self.mechanisms, strict=True)
-        )
-        """Operations on pairs besides attention's own, per head and sequence."""
+        self.pairs = pairs_by_layer(self.decoder, train.context, self.documents)
+        self.head = 2.0 * config.model.vocab_size * config.model.d_model
+        """Operations of the output head for a token: it is never recomputed."""
         self.share = self.total // count
         """Sequences in a step on one device."""
         self.passes = {
-            recompute: Passes(config.model, train.precision, train.context, recompute=recompute)
+            recompute: Passes(
+                config.model, train.precision, train.context, recompute=recompute, device=device.kind
+            )
             for recompute in (False, True)
         }
         self._found: dict[tuple[bool, int], Pass] = {}
@@ -197,6 +226,7 @@ class Planner:
             bytes_moved=count * self.moved(self.run(own, recompute=False), own, shards=1),
             asked=asked,
             ways=tuple(ways),
+            paths=tuple(sorted(set().union(*self.run(own, recompute=False).paths))),
             cache=self.cache(),
             price=self.price,
         )
@@ -211,8 +241,18 @@ class Planner:
         # DDP keeps the gradients in buckets all the time; sharded ones, and those of a single pass, come and
         # go.
         accumulated = sequences < self.share or (self.count > 1 and not shard)
-        run = self.run(sequences, recompute=recompute)
-        return walk(run, self.sizes, accumulated=accumulated, shards=self.count if shard else 1)
+        return walk(
+            self.run(sequences, recompute=recompute),
+            self.sizes,
+            accumulated=accumulated,
+            shards=self.count if shard else 1,
+            gathered=self.gathered,
+        )
+
+    @property
+    def gathered(self) -> int:
+        """Bytes of a sharded weight while it is whole."""
+        return 2 if self.config.train.precision == "bf16" else 4
 
     def way(self, sequences: int, *, recompute: bool, shard: bool) -> Fit:
         memory = self.memory(sequences, recompute=recompute, shard=shard)
@@ -239,9 +279,13 @@ class Planner:
     def moved(self, run: Pass, sequences: int, *, shards: int) -> float:
         """Bytes that the ops of a step move on one device; AdamW reads four numbers per weight and writes
         three."""
-        rest, *layers = run.moved
-        of_pass = rest + sum(layers[n % len(layers)] for n in range(self.sizes.depth))
+        of_pass = self.over_layers(run.moved)
         return of_pass * (self.share // sequences) + 28 * self.sizes.total / shards
+
+    def over_layers(self, counts: tuple[float, ...]) -> float:
+        """Of all but the layers and then of each layer of the pattern, for the whole depth."""
+        rest, *layers = counts
+        return rest + sum(layers[n % len(layers)] for n in range(self.sizes.depth))
 
     def seconds(self, sequences: int, *, recompute: bool, shard: bool) -> Seconds:
         if self.device.name == CPU:
@@ -255,21 +299,43 @@ class Planner:
         tokens = self.share * train.context
         peak = device.bf16 if train.precision == "bf16" else device.fp32
         again = 1 if recompute else 0
-        products = (3 + again) * forward["linear"] * tokens / (peak * PRODUCTS[end])
-        attention = (1 + again + BACKWARD) * forward["attention"] * tokens / (peak * ATTENTION[end])
-        besides = (1 + again + BACKWARD) * self.besides * self.config.model.n_heads * self.share
-        vector = besides / (device.fp32 * VECTOR[end])
+        layers = (3 + again) * (forward["linear"] - self.head) * tokens
+        products = (layers + 3 * self.head * tokens) / (peak * PRODUCTS[end])
         run = self.run(sequences, recompute=recompute)
+        attention = sum(
+            self.attention(n, run.paths[n % len(run.paths)], end, again) for n in range(self.sizes.depth)
+        )
         shards = self.count if shard else 1
         moving = MOVED[end] * self.moved(run, sequences, shards=shards) / device.bandwidth
+        passes = self.share // sequences
+        started = LAUNCH[end] * (passes * self.over_layers(run.kernels) + OPTIMISER_KERNELS)
         exchanged = 0.0
         if self.count > 1:
-            # All-reduce sends everything twice; sharded weights are gathered twice per pass, gradients sent
-            # once.
-            rounds = 3 * (self.share // sequences) if shard else 2
-            exchanged = rounds * 4 * self.sizes.total * (1 - 1 / self.count) / device.link
-        arithmetic = products + attention + vector
-        return arithmetic + moving + exchanged if end else max(arithmetic, moving, exchanged)
+            # Gradients go once a step, in fp32: an all-reduce sends all twice. Sharded weights are gathered
+            # twice a pass, and their gradients sent on.
+            sent = 2 * self.gathered * passes + 4 if shard else 8
+            exchanged = sent * self.sizes.total * (1 - 1 / self.count) / (device.link * LINK[end])
+        arithmetic = products + attention
+        if end:
+            return max(arithmetic + moving, started) + exchanged
+        return max(arithmetic, moving, exchanged, started)
+
+    def attention(self, layer: int, paths: Iterable[str], end: int, again: int) -> float:
+        """Seconds of a layer's attention in a step: at best its paths do as much of it each, at worst the
+        slowest does all."""
+        mechanism, device, heads = self.mechanisms[layer], self.device, self.config.model
+        pairs = self.pairs[layer]
+        tokens = self.share * self.config.train.context
+        half = self.config.train.precision == "bf16"
+
+        def seconds(path: PathSpeed) -> float:
+            peak = device.bf16 if half and not path.in_fp32 else device.fp32
+            products = 4.0 * heads.head_dim / (peak * path.share[end])
+            besides = mechanism.pair_operations() / (device.fp32 * VECTOR[end])
+            return (1 + again + path.backward) * (products + besides)
+
+        of_pair = [seconds(PATHS[path]) for path in sorted(paths)]
+        return (max(of_pair) if end else fmean(of_pair)) * pairs * tokens * heads.n_heads
 
     @cached_property
     def cpu_timing(self) -> cpu_timing.CpuTiming:

@@ -12,87 +12,83 @@ from headgate.data.shards import open_split
 from headgate.errors import HeadgateError
 from headgate.mechanisms.contract import on_shelf
 from headgate.plan.devices import CPU, Seconds, find_device
-from headgate.plan.planner import USABLE, Fit, Plan, make_plan, make_plans, with_batch
-from headgate.progress import duration, table_console
+from headgate.plan.planner import PLAIN, USABLE, Fit, Plan, make_plan, make_plans, with_batch
+from headgate.progress import duration_range, table_console
 from headgate.recipes import named_config
 
+WIDTH = 80
 PARTS = ("weights", "gradients", "optimiser", "activations", "loss")
 
 
 def print_plan(plan: Plan, label: str) -> None:
-    console = table_console()
+    console = table_console(WIDTH)
     train, device = plan.config.train, plan.device
-    many = f"{plan.count} x {device.name}" if plan.count > 1 else device.name
     console.print(
-        f"{label}, {train.context:,} tokens, {train.batch_size} sequences per pass, {train.accumulation} "
-        f"pass{'es' * (train.accumulation > 1)} per step, {train.precision}; {many} ({device.source})",
-        soft_wrap=True,
+        f"{label}: {plan.parameters:,} parameters, {plan.mechanism_parameters:,} of them the mechanism's"
     )
     console.print(
-        f"{plan.parameters:,} parameters, {plan.mechanism_parameters:,} of them the mechanism's; a step "
-        f"takes {quantity(plan.flops['total'])}FLOP "
-        f"({plan.flops['attention'] / plan.flops['total']:.0%} attention) and moves "
-        f"{quantity(plan.bytes_moved)}B; decoding keeps {quantity(plan.cache)}B per sequence",
-        soft_wrap=True,
+        f"{train.context:,} tokens, {train.batch_size} sequences per pass, {train.accumulation} "
+        f"pass{'es' * (train.accumulation > 1)} per step, {train.precision}, on {plan.count} x {device.name} "
+        f"({device.source})"
     )
-    table = Table(title="peak memory per device and seconds per step", title_justify="left")
-    for name in ("run with", "sequences x passes", *PARTS, "peak", "fits", "step"):
-        table.add_column(name, justify="left" if name in ("run with", "fits") else "right")
+    console.print(
+        f"A step takes {quantity(plan.flops['total'])}FLOP "
+        f"({plan.flops['attention'] / plan.flops['total']:.0%} attention, by {' and '.join(plan.paths)}) and "
+        f"moves {quantity(plan.bytes_moved)}B; decoding keeps {quantity(plan.cache)}B per sequence.\n"
+    )
+    table = _table("run with", "sequences", "peak", "fits", "a step", "the run")
     rows = [("as asked", plan.asked), *((way.options, way) for way in plan.ways if way != plan.asked)]
     for name, way in rows:
         table.add_row(
             name,
             f"{way.sequences} x {way.accumulation}",
-            *(quantity(getattr(way.memory, part)) + "B" for part in PARTS),
             quantity(way.memory.total) + "B",
             "yes" if way.fits else "no",
-            span(way.seconds, duration),
+            between(way.seconds),
+            between(plan.hours(way).times(3600)),
         )
     console.print(table)
-    console.print(verdict(plan), soft_wrap=True)
+    console.print()
+    shown = plan.best or plan.asked
+    parts = ((part, getattr(shown.memory, part)) for part in PARTS)
+    words = ", ".join(f"{part} {quantity(size)}B" for part, size in parts if size)
+    console.print(f"Peak memory {'as asked' if shown == plan.asked else f'with {shown.options}'}: {words}.")
+    console.print(verdict(plan))
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for name in columns:
+        left = name in ("mechanism", "run with", "fits")
+        table.add_column(name, justify="left" if left else "right", no_wrap=name != "run with")
+    return table
 
 
 def print_table(plans: Sequence[Plan], labels: Sequence[str]) -> None:
     """`labels` are the mechanisms; the plans are in the same order, context after context."""
-    console = table_console()
+    console = table_console(WIDTH)
     device = plans[0].device
-    table = Table(
-        title=f"the fastest way that fits {plans[0].count} x {device.name} ({device.source})",
-        title_justify="left",
+    console.print(
+        f"The fastest way that fits {plans[0].count} x {device.name} ({device.source}); sequences x passes.\n"
     )
-    for name in (
-        "context",
-        "mechanism",
-        "FLOP per step",
-        "run with",
-        "peak",
-        "step",
-        "tokens/s",
-        "hours",
-        "cost",
-    ):
-        table.add_column(name, justify="left" if name in ("mechanism", "run with") else "right")
+    last = ["a step", "the run"] if plans[0].price is None else ["the run", "cost"]
+    table = _table("mechanism", "run with", "peak", *last)
     for n, plan in enumerate(plans):
         label, way = labels[n % len(labels)], plan.best
-        context = f"{plan.config.train.context:,}" if n % len(labels) == 0 else ""
-        work = quantity(plan.flops["total"])
+        if n % len(labels) == 0:
+            table.add_row(f"{plan.config.train.context:,} tokens")
         if way is None:
             least = min(way.memory.total for way in plan.ways)
-            table.add_row(context, label, work, "nothing fits", quantity(least) + "B", "", "", "", "")
+            table.add_row(f"  {label}", "nothing fits", quantity(least) + "B")
             continue
         cost = plan.cost(way)
-        tokens = plan.config.train.tokens / plan.config.train.steps
         table.add_row(
-            context,
-            label,
-            work,
-            f"{way.sequences} x {way.accumulation}, {way.options}",
+            f"  {label}",
+            f"{way.sequences} x {way.accumulation}" + f", {way.options}" * (way.options != PLAIN),
             quantity(way.memory.total) + "B",
-            span(way.seconds, duration),
-            f"{tokens / way.seconds.expected:,.0f}",
-            span(plan.hours(way), lambda hours: f"{hours:,.1f}"),
-            "" if cost is None else span(cost, lambda price: f"{price:,.0f}"),
-            end_section=(n + 1) % len(labels) == 0,
+            *([between(way.seconds)] if cost is None else []),
+            between(plan.hours(way).times(3600)),
+            *([span(cost, lambda price: f"{price:,.0f}")] if cost is not None else []),
         )
     console.print(table)
 
@@ -102,22 +98,20 @@ def verdict(plan: Plan) -> str:
     if way is None:
         least = min(plan.ways, key=lambda way: way.memory.total)
         return (
-            f"nothing fits: one sequence at a time needs {quantity(least.memory.total)}B with "
+            f"Nothing fits: one sequence at a time needs {quantity(least.memory.total)}B with "
             f"{least.options}, but {USABLE:.0%} of a device is {quantity(USABLE * plan.device.memory)}B; "
-            "shorten the context, or plan for more or larger devices"
+            "shorten the context, or plan for more or larger devices."
         )
+    where = "this CPU" if plan.device.name == CPU else f"{plan.count} x {plan.device.name}"
     sentence = (
-        f"fastest: {settings(plan, way)}: the recipe's {quantity(plan.config.train.tokens)} tokens take "
-        f"{span(plan.hours(way).times(3600), duration)}"
+        f"Fastest: {settings(plan, way)}. The recipe's {amount(plan.config.train.tokens)} tokens take "
+        f"{between(plan.hours(way).times(3600))} on {where}"
     )
     cost = plan.cost(way)
     if cost is not None:
-        sentence += (
-            f" and cost {span(cost, lambda price: f'{price:,.0f}')} at {plan.price:g} per device and hour"
-        )
-    elif plan.device.name != CPU:
-        sentence += "; --price shows the cost"
-    return sentence
+        price = span(cost, lambda price: f"{price:,.0f}")
+        return f"{sentence} and cost {price} at {plan.price:g} per device and hour."
+    return sentence + ("." if plan.device.name == CPU else "; --price shows the cost.")
 
 
 def settings(plan: Plan, way: Fit) -> str:
@@ -127,9 +121,21 @@ def settings(plan: Plan, way: Fit) -> str:
     return way.options if own else f"{way.options}, {batch}"
 
 
+def between(seconds: Seconds) -> str:
+    return duration_range(seconds.low, seconds.high)
+
+
 def span(seconds: Seconds, words: Callable[[float], str]) -> str:
     low, high = words(seconds.low), words(seconds.high)
     return low if low == high else f"{low} to {high}"
+
+
+def amount(number: float) -> str:
+    """In words: 3.28 billion, 614,400."""
+    for word, size in (("billion", 1e9), ("million", 1e6)):
+        if number >= size:
+            return f"{number / size:.3g} {word}"
+    return f"{number:,.0f}"
 
 
 def quantity(number: float) -> str:

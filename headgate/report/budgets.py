@@ -1,6 +1,7 @@
 """Figures about effort: tuning each variant, and training the baseline at other budgets."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import altair as alt
@@ -20,6 +21,10 @@ from headgate.report.painting import (
 )
 
 COMPUTE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
+FAR = 1e6
+"""Outside every figure."""
+SIDEWAYS = 0.06
+"""Of the width of a figure: how far apart the marks of one trial's variants lie."""
 FINE_COMPUTE = (0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0)
 
 
@@ -71,6 +76,8 @@ def _against(results: Mapping[str, Any], painter: Painter, setting: str) -> Figu
             rows.append(row | {"trial": trial["number"], "rungs": len(losses), "wins": "yes" if wins else ""})
     if len({row["value"] for row in rows}) < 2:
         return None
+    edges = _edges(tuning["space"], setting)
+    _side_by_side(rows, [one["label"] for one in tuning["variants"]], edges)
     columns = [VARIANT, ("trial", "trial", ""), ("value", setting, ".3~g"), ("loss", "loss", ".4f")]
     columns += [("rungs", "rungs reached", ""), ("wins", "winner", "")]
     axis = alt.Axis(format="~g", tickCount=5, labelOverlap=True)
@@ -78,7 +85,7 @@ def _against(results: Mapping[str, Any], painter: Painter, setting: str) -> Figu
         painter.chart(rows)
         .mark_point(opacity=0.9, strokeWidth=1.5)
         .encode(
-            alt.X("value:Q", title=setting, scale=LOGARITHMIC, axis=axis),
+            alt.X("drawn:Q", title=setting, scale=LOGARITHMIC, axis=axis),
             alt.Y(
                 "loss:Q",
                 title="validation loss, first rung",
@@ -94,11 +101,34 @@ def _against(results: Mapping[str, Any], painter: Painter, setting: str) -> Figu
     )
     caption = (
         f"Every trial after {tuning['rungs'][0]:.0%} of its steps. The large filled mark is the trial that "
-        "won at the end, which need not be the lowest here. The other settings were drawn with this one."
+        "won at the end, which need not be the lowest here. The other settings were drawn with this one. All "
+        "variants try the same values; their marks stand side by side."
     )
+    if edges:
+        caption += " Dashed: the edges of what was tried."
     if lost:
         caption += f" Not drawn because they failed or diverged: {lost}."
-    return FigureView(finished(points, rows), columns, caption)
+    drawing = alt.layer(*(level(edge, "x") for edge in edges), points)
+    return FigureView(finished(drawing, rows), columns, caption, key=True)
+
+
+def _edges(space: Sequence[str], setting: str) -> list[float]:
+    """The ends of a setting's range; nothing if it had a list of values."""
+    for one in space:
+        name, _, values = one.partition("=")
+        low, between, high = values.partition("..")
+        if name == setting and between:
+            return [float(low), float(high)]
+    return []
+
+
+def _side_by_side(rows: Rows, labels: Sequence[str], edges: Sequence[float]) -> None:
+    """Give each row the place where it is drawn: its value, moved a little for each variant so that none
+    covers another."""
+    values = [*edges, *(row["value"] for row in rows)]
+    step = SIDEWAYS * math.log(max(values) / min(values)) / max(1, len(labels) - 1)
+    for row in rows:
+        row["drawn"] = row["value"] * math.exp(step * (labels.index(row["label"]) - (len(labels) - 1) / 2))
 
 
 def _of_recipe(config: Mapping[str, Any], setting: str) -> Any:
@@ -175,8 +205,10 @@ def _worth(results: Mapping[str, Any], kind: str) -> Rows:
         found = (v["price"] or {}).get(kind)
         if found is None or v["price"]["beyond"] or not found["value"]:
             continue
-        shown = None not in (found["low"], found["high"]) and not found["low"] <= 1 <= found["high"]
-        rows.append({"label": v["label"], **found, "shown": shown})
+        # No compute of the baseline's ends an interval without a high end.
+        end = math.inf if found["high"] is None else found["high"]
+        shown = found["low"] is not None and not found["low"] <= 1 <= end
+        rows.append({"label": v["label"], **found, "end": min(end, FAR), "shown": shown})
     return rows
 
 
@@ -205,9 +237,7 @@ def _worth_view(results: Mapping[str, Any], painter: Painter, rows: Rows, kind: 
         ("low", "95% from", ".2f"),
         ("high", "to", ".2f"),
     ]
-    lines = chart.mark_rule(strokeWidth=4, clip=True, opacity=1).encode(
-        x, alt.X2("high:Q"), y, painter.colour
-    )
+    lines = chart.mark_rule(strokeWidth=4, clip=True, opacity=1).encode(x, alt.X2("end:Q"), y, painter.colour)
     points = chart.mark_point(size=90, opacity=1, strokeWidth=2, clip=True).encode(
         alt.X("value:Q", title=title),
         y,

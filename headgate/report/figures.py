@@ -7,6 +7,7 @@ import altair as alt
 
 from headgate.report.budgets import ladder_figure, tuning_figure
 from headgate.report.painting import (
+    BARE_ZERO,
     FROM_ZERO,
     LOGARITHMIC,
     ROWS,
@@ -107,6 +108,9 @@ def curve_figure(results: Mapping[str, Any], painter: Painter) -> PageFigure | N
         if not results["costs"]
         else "Seconds come from the separate measurement of speed, with the machine to itself."
     )
+    timed = all(row["seconds"] is not None for row in rows)
+    if not timed:
+        columns.pop(2)
     views = {}
     if paired:
         views["difference by tokens"] = painter.lines(
@@ -130,12 +134,13 @@ def curve_figure(results: Mapping[str, Any], painter: Painter) -> PageFigure | N
         "Mean over the seeds. The spread between seeds is not drawn: it is not the doubt about a difference. "
     )
     views["loss by tokens"] = painter.lines(rows, tokens, y, columns, mean.strip())
-    views["loss by seconds"] = painter.lines(rows, seconds, y, columns, mean + whose)
+    if timed:
+        views["loss by seconds"] = painter.lines(rows, seconds, y, columns, mean + whose)
     return PageFigure("curves", "Learning curves", views)
 
 
 def counts_axis() -> alt.Axis:
-    return alt.Axis(format="~s", tickCount=5)
+    return alt.Axis(format="~s", tickCount=5, labelExpr=BARE_ZERO)
 
 
 def cost_against_length(results: Mapping[str, Any], painter: Painter) -> PageFigure | None:
@@ -350,7 +355,8 @@ def head_figure(results: Mapping[str, Any]) -> PageFigure | None:
         )
         numbers = base.mark_text(fontSize=11).encode(
             alt.Text("gate:Q", format=".2f"),
-            color=alt.condition("datum.gate > 0.55", alt.value("#111111"), alt.value("#f4f4f4")),
+            # On viridis black and white both have a contrast of 4.5 here.
+            color=alt.condition("datum.gate > 0.44", alt.value("#000000"), alt.value("#ffffff")),
         )
         layers = (cells, numbers) if len(rows) <= 160 else (cells,)
         views[variant["label"]] = FigureView(

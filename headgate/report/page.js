@@ -45,7 +45,21 @@
     const result = await vegaEmbed(place, spec, { actions: false, ast: true, renderer: "svg", logLevel: 1, config: theme(), tooltip: { theme: isDark() ? "dark" : "light" } });
     views.set(name, result);
     hide(result.view);
+    explain(name);
     tabulate(name);
+  }
+  // What its colours, dashes and shapes stand for.
+  function explain(name) {
+    const list = document.getElementById("key-" + name), view = data.figures[name][chosen.get(name)];
+    if (!list) return;
+    const there = new Set(view.key ? view.spec.datasets.rows.map((row) => row.label) : []);
+    const shown = boxes.filter((box) => box.checked && there.has(data.labels[Number(box.dataset.variant)]));
+    list.replaceChildren(...shown.map((box) => {
+      const item = make("li");
+      item.append(box.parentElement.querySelector(".swatch").cloneNode(true), data.labels[Number(box.dataset.variant)]);
+      return item;
+    }));
+    list.hidden = !shown.length;
   }
   function hide(view) {
     try { view.signal("hidden", hidden).run(); } catch (error) { /* a figure without variants has no such signal */ }
@@ -59,13 +73,12 @@
   }
   dark.addEventListener("change", drawAll);
   printing.addEventListener("change", drawAll);
-  window.addEventListener("beforeprint", () => { document.getElementById("variants").open = true; });
 
   // Which variants they show.
   function choose() {
     hidden = boxes.filter((box) => !box.checked).map((box) => data.labels[Number(box.dataset.variant)]);
     document.getElementById("shown").textContent = (boxes.length - hidden.length) + " of " + boxes.length;
-    for (const result of views.values()) hide(result.view);
+    for (const [name, result] of views) { hide(result.view); explain(name); }
   }
   for (const box of boxes) box.addEventListener("change", choose);
   for (const button of document.querySelectorAll("[data-show]")) {

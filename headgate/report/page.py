@@ -19,7 +19,7 @@ from headgate.report.shell import render
 from headgate.report.spread import seed_differences
 from headgate.report.tradeoff import SHARE, effect
 from headgate.report.verdict import answer_sentence, published_sentence
-from headgate.report.words import with_sign
+from headgate.report.words import with_real_minus, with_sign
 
 SYMBOLS = {
     "better": "▼",
@@ -52,10 +52,11 @@ def write_page(source: str | os.PathLike[str]) -> Path:
 def page(study: Mapping[str, Any], files: Sequence[str] = ("results.json",)) -> str:
     """The page as text; `files` are beside it."""
     made, variants = figures(study), study["variants"]
+    first = next((name for name in ("tradeoff", "answers") if name in made), "differences")
     return render(
         "page.html.jinja",
         made,
-        "tradeoff" if "tradeoff" in made else "differences",
+        first,
         {
             "labels": [variant["label"] for variant in variants],
             "table": result_table(study),
@@ -63,11 +64,13 @@ def page(study: Mapping[str, Any], files: Sequence[str] = ("results.json",)) -> 
             "passage": study["passage"],
         },
         study=study,
+        opening=first,
         numbers=files[0],
         files=files,
         variants=variants,
         baseline=variants[0],
         groups=groups(variants),
+        not_run=_not_run(variants),
         seeds=[_by_seed(variant, variants[0]) for variant in variants],
         looks=looks(variants),
         share=effect(study) is SHARE,
@@ -75,7 +78,7 @@ def page(study: Mapping[str, Any], files: Sequence[str] = ("results.json",)) -> 
         ablations=any(variant["ablation"] for variant in variants),
         extended_trials=_extended_trials(study),
         crowded=len(variants) > CROWD,
-        sections=_sections(study, made),
+        sections=_sections(study, made, first),
         verdict=answer_sentence(study),
         rests_on=_rests_on(study),
         source=_source(study),
@@ -144,20 +147,30 @@ def result_table(study: Mapping[str, Any]) -> list[list[Any]]:
     return [["" if cell is None else cell for cell in row] for row in rows]
 
 
+def _not_run(variants: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Of each variant how many runs are missing, in words."""
+    found = []
+    for variant in variants:
+        missing = sum(run["state"] == "not run" for run in variant["runs"])
+        if missing:
+            found.append(f"{variant['label']}, {missing} of {len(variant['runs'])} seeds")
+    return found
+
+
 def _by_seed(variant: Mapping[str, Any], baseline: Mapping[str, Any]) -> list[str]:
     found = {} if variant is baseline else seed_differences(variant, baseline)
     return [with_sign(difference, 3) for difference in found.values()]
 
 
-def _sections(study: Mapping[str, Any], made: Mapping[str, PageFigure]) -> list[tuple[str, str]]:
+def _sections(study: Mapping[str, Any], made: Mapping[str, PageFigure], first: str) -> list[tuple[str, str]]:
     """Anchors and names of the sections that this page has."""
     every = [
-        ("differences-section", "Differences", "tradeoff" in made and "differences" in made),
-        ("spread-section", "Seeds and documents", "spread" in made),
+        ("differences-section", "Differences", "differences" in made and first != "differences"),
+        ("spread-section", "Seeds and documents" if study["documents"] else "Seeds", "spread" in made),
         ("curves-section", "Learning curves", "curves" in made),
         ("tuning-section", "Tuning", bool(study["tuning"])),
         ("ladder-section", "Compute", bool(study["ladder"])),
-        ("answers-section", "Answers", "answers" in made),
+        ("answers-section", "Answers", "answers" in made and first != "answers"),
         ("ablations-section", "Ablations", "ablations" in made),
         ("positions-section", "By position", "positions" in made),
         ("cost", "Cost", bool(study["costs"])),
@@ -185,7 +198,7 @@ def _rests_on(study: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _could_see(study: Mapping[str, Any]) -> list[tuple[str, str]]:
     sight = study.get("sight") or {}
     if sight.get("checks"):
-        words = "; ".join(check["words"] for check in sight["checks"])
+        words = "; ".join(with_real_minus(check["words"]) for check in sight["checks"])
         if sight.get("detectable") is not None:
             words += f". Differences of {sight['detectable']:.2g} nats or more would have been seen"
         return [("What it could see", f"{words[0].upper()}{words[1:]}.")]

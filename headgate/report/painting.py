@@ -20,6 +20,8 @@ CROWD = 8
 HEIGHT = 300
 ROW = 24
 """Height of a row in a figure with one for each variant."""
+SHORT_NAME = 20
+"""Letters of a name, at most, in a figure on a telephone."""
 ROWS = "rows"
 FROM_ZERO = alt.Scale(zero=True)
 ANYWHERE = alt.Scale(zero=False)
@@ -36,6 +38,8 @@ class FigureView:
     columns: Sequence[tuple[str, str, str]]
     """Columns of the table behind it: field, title, and d3 format, or nothing for text."""
     caption: str
+    key: bool = False
+    """Whether it takes a list of colours, dashes and shapes beside it to tell the variants apart."""
 
     @property
     def rows(self) -> Rows:
@@ -108,7 +112,7 @@ class Painter:
         parts.append(chart.mark_line(strokeWidth=2).encode(x, middle, self.colour, self.dash))
         points = chart.mark_point(filled=True, size=45, opacity=1)
         parts.append(points.encode(x, middle, self.colour, self.shape, tooltip=tooltips(columns)))
-        return FigureView(finished(alt.layer(*parts, *layers), rows), columns, caption)
+        return FigureView(finished(alt.layer(*parts, *layers), rows), columns, caption, key=True)
 
     def intervals(
         self,
@@ -148,7 +152,9 @@ class Painter:
 def row_for_each(order: Sequence[str]) -> tuple[alt.Chart, alt.Y]:
     """A chart with a named row for each variant, which none of the page's switches hides."""
     room = min(8 * max(map(len, order)), 320)
-    axis = alt.Axis(labelLimit=room, labelExpr="width < 300 ? truncate(datum.label, 20) : datum.label")
+    # The page's room, not the drawing's: that is what the names leave of it.
+    short = f"containerSize()[0] < 480 ? truncate(datum.label, {SHORT_NAME}) : datum.label"
+    axis = alt.Axis(labelLimit=room, labelExpr=short)
     return alt.Chart(alt.NamedData(ROWS)), alt.Y("label:N", sort=list(order), title=None, axis=axis)
 
 

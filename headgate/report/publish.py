@@ -13,6 +13,7 @@ import vl_convert
 from headgate.errors import HeadgateError
 from headgate.files import write_sealed, write_text
 from headgate.report.figures import figures
+from headgate.report.painting import ROWS
 from headgate.report.reading import read_results
 
 WIDTH = 640
@@ -26,10 +27,10 @@ OF_A_RUN = ("seed", "state", "reason", "loss", "tokens", "bits_per_byte")
 
 
 def publish_study(study: str | os.PathLike[str], folder: str | os.PathLike[str]) -> list[Path]:
-    """Write a study's results.json, its tables (results.md, papers.md), and each view of each figure as an
-    SVG file named after both."""
+    """Write a study's results.json, its tables (results.md, papers.md), the words of caution beside it
+    (note.txt), and each view of each figure as an SVG file named after both."""
     target, results = Path(folder), read_results(study)
-    tables = [Path(study) / name for name in ("results.md", "papers.md")]
+    tables = [Path(study) / name for name in ("results.md", "papers.md", "note.txt")]
     texts = {path.name: path.read_text(encoding="utf-8") for path in tables if path.is_file()}
     for figure in figures(results).values():
         for title, view in figure.views.items():
@@ -51,9 +52,11 @@ def publish_study(study: str | os.PathLike[str], folder: str | os.PathLike[str])
 
 
 def digest(results: Mapping[str, Any]) -> dict[str, Any]:
-    """The results without each run's curve, the gates, and this machine's paths."""
-    left_out = ("commands", "passage", "skipping", "documents", "note")
+    """The results without each run's curve and command, the gates, and this machine's paths."""
+    left_out = ("passage", "skipping", "documents", "note")
     kept = {key: value for key, value in results.items() if key not in left_out}
+    if kept["commands"] is not None:
+        kept["commands"] = {**kept["commands"], "runs": []}
     kept["data"] = {key: value for key, value in results["data"].items() if key != "folder"}
     kept["variants"] = []
     for variant in results["variants"]:
@@ -64,7 +67,7 @@ def digest(results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def standing_alone(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """The figure with a fixed width and, unless its rows are named, a legend."""
+    """The figure with a fixed width and, unless its rows are named, a legend of what it draws."""
     drawing = dict(copy.deepcopy(spec), width=WIDTH, background="white")
     drawing["config"] = {**drawing.get("config", {}), "font": FONT}
     layers = [layer.get("encoding", {}) for layer in drawing.get("layer", [drawing])]
@@ -73,7 +76,9 @@ def standing_alone(spec: Mapping[str, Any]) -> dict[str, Any]:
     channel = "strokeDash" if any("strokeDash" in channels for channels in layers) else "shape"
     for channels in layers:
         if channels.get(channel, {}).get("field") == "label":
-            legend = _legend(channels[channel]["scale"]["domain"], lines=channel == "strokeDash")
+            drawn = {row["label"] for row in drawing["datasets"][ROWS]}
+            labels = [label for label in channels[channel]["scale"]["domain"] if label in drawn]
+            legend = _legend(labels, lines=channel == "strokeDash")
             channels["color"]["legend"] = channels[channel]["legend"] = legend
             # Otherwise Vega merges the legends of all layers and draws dashes around the shapes.
             drawing["resolve"] = {"legend": dict.fromkeys(("color", "shape", "strokeDash"), "independent")}
@@ -84,4 +89,4 @@ def _legend(labels: Sequence[str], *, lines: bool) -> dict[str, Any]:
     """For lines it shows colour and dash, for points colour and shape."""
     columns = max(1, WIDTH // (50 + 7 * max(map(len, labels))))
     line = {"symbolType": "stroke", "symbolSize": 500, "symbolStrokeWidth": 2}
-    return LEGEND | {"columns": columns} | (line if lines else {})
+    return LEGEND | {"columns": columns, "values": list(labels)} | (line if lines else {})

@@ -49,6 +49,7 @@ def read_results(source: str | os.PathLike[str]) -> dict[str, Any]:
     _with_both_intervals(results)
     _with_one_price(results)
     results["claims"] = [judged for judged in results["claims"] if judged["verdict"] != "not run"]
+    _with_claims_as_judged(results)
     return dict(results)
 
 
@@ -82,6 +83,16 @@ def _with_both_intervals(results: dict[str, Any]) -> None:
                 continue
             for end in ("low", "high"):
                 difference[f"{start}{end}"] = mean + wider * (difference[f"{start}{end}"] - mean)
+
+
+def _with_claims_as_judged(results: dict[str, Any]) -> None:
+    """Beside a claim about the loss stands the interval that its verdict comes from; older results hold the
+    95% interval there."""
+    judged = {v["label"]: v["difference"] for v in results["variants"] if v.get("difference")}
+    for claim in results["claims"]:
+        difference = judged.get(claim["label"])
+        if claim["claim"]["metric"] == "loss" and difference is not None:
+            claim["low"], claim["high"] = difference["relative_low"], difference["relative_high"]
 
 
 def _with_plain_interval(difference: dict[str, Any]) -> None:

@@ -17,7 +17,15 @@ from markupsafe import Markup
 from headgate.report.looks import COLOURS, DARK_COLOURS, DARK_PAPER, PAPER
 from headgate.report.painting import PageFigure
 from headgate.report.publish import standing_alone
-from headgate.report.words import bytes_in_words, decimal, p_in_words, percent, with_sign
+from headgate.report.words import (
+    bytes_in_words,
+    decimal,
+    p_in_words,
+    percent,
+    percent_ends,
+    with_real_minus,
+    with_sign,
+)
 from headgate.version import __version__
 
 
@@ -35,7 +43,10 @@ def render(
     )
     environment.filters |= {
         "signed": with_sign,
+        "minus": with_real_minus,
+        "dense": lambda text: "\n".join(line for line in text.splitlines() if line.strip()),
         "percent": percent,
+        "to": percent_ends,
         "number": decimal,
         "p": p_in_words,
         "bytes": bytes_in_words,
@@ -62,6 +73,7 @@ def _drawn(figure: PageFigure) -> dict[str, Any]:
             "spec": _rounded(view.spec),
             "columns": view.columns,
             "caption": view.caption,
+            "key": view.key,
             "description": f"{figure.title}{f': {name}' if name else ''}. {view.caption}",
         }
         for name, view in figure.views.items()

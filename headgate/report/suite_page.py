@@ -47,6 +47,7 @@ def suite_page(suite: Mapping[str, Any]) -> str:
         numbers="suite.json",
         variants=variants,
         order=_order(variants),
+        known=[sum(not _waits(task["variants"][n]) for task in suite["tasks"]) for n in range(len(variants))],
         looks=looks(variants),
         ablations=any(variant["ablation"] for variant in variants),
         crowded=len(variants) > CROWD,
@@ -57,13 +58,29 @@ def suite_page(suite: Mapping[str, Any]) -> str:
 
 
 def suite_sentence(suite: Mapping[str, Any]) -> str:
-    """How many tasks the baseline solves, and who solves more, as many and fewer."""
-    baseline, *others = suite["variants"]
-    count = len(suite["tasks"])
+    """How many tasks the baseline solves, and who solves more, as many and fewer; of a suite that is not
+    finished, as far as it is."""
+    tasks = [task for task in suite["tasks"] if not _waits(task["variants"][0])]
+    waiting = [_waits(row) for task in suite["tasks"] for row in task["variants"]]
+    begun = ""
+    if any(waiting):
+        begun = f"Not finished: {len(waiting) - sum(waiting)} of {len(waiting)} scores are known. "
+        if not tasks:
+            return begun.strip()
+    solves = [
+        None if any(_waits(task["variants"][n]) for task in tasks) else _solved(suite, tasks, n)
+        for n in range(len(suite["variants"]))
+    ]
+    baseline, *others = (
+        {**variant, "solved": count}
+        for variant, count in zip(suite["variants"], solves, strict=True)
+        if count is not None
+    )
+    count = len(tasks)
     solved = baseline["solved"]
     first = f"{baseline['label'][:1].upper()}{baseline['label'][1:]} solves {solved} of {count} tasks"
     if count == 1:
-        name = suite["tasks"][0]["name"]
+        name = tasks[0]["name"]
         first = f"{first[: first.index(' solves')]} {'solves' if solved else 'does not solve'} {name}"
     parts = []
     for words, test in (
@@ -79,7 +96,17 @@ def suite_sentence(suite: Mapping[str, Any]) -> str:
             counted = [*counted[: NAMED - 1], f"{len(counted) - NAMED + 1} others"]
         if counted:
             parts.append(f"{words}: {', '.join(counted)}.")
-    return " ".join([f"{first}.", *parts])
+    return begun + " ".join([f"{first}.", *parts])
+
+
+def _waits(row: Mapping[str, Any]) -> bool:
+    """Whether the score is still to come."""
+    return row["score"]["mean"] is None and not row["failures"]
+
+
+def _solved(suite: Mapping[str, Any], tasks: Sequence[Mapping[str, Any]], n: int) -> int:
+    scores = [task["variants"][n]["score"]["mean"] for task in tasks]
+    return sum(score is not None and score >= suite["solved_at"] for score in scores)
 
 
 def score_table(suite: Mapping[str, Any]) -> list[list[Any]]:

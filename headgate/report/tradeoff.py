@@ -14,6 +14,7 @@ import altair as alt
 
 from headgate.report.painting import (
     BARE_ZERO,
+    SHORT_NAME,
     VARIANT,
     FigureView,
     PageFigure,
@@ -55,7 +56,7 @@ class Effect:
     """For a table."""
 
 
-SHARE = Effect(("relative", "relative_low", "relative_high"), "loss", "+.0%", "+.2%")
+SHARE = Effect(("relative", "relative_low", "relative_high"), "loss", "+.2~%", "+.2%")
 NATS = Effect(("mean", "low", "high"), "loss, nats per token", "+.3~f", "+.4f")
 
 
@@ -170,10 +171,11 @@ def _view(
     ticks = _ratio_ticks(least, most)
     across, up = [min(least, ticks[0]), max(most, ticks[-1])], around_zero(rows[1:], shown_as)
     front = frontier(rows, "cost", mean)
-    for width, suffix in ((WIDE, "wide"), (NARROW, "narrow")):
-        places = place_names(rows, shown_as, across, up, width, front | {results["baseline"]})
-        for row, place in zip(rows, places, strict=True):
-            row[f"name_{suffix}"] = "" if place is None else row["label"]
+    for width, suffix, letters in ((WIDE, "wide", None), (NARROW, "narrow", SHORT_NAME)):
+        names = [_shortened(row["label"], letters) for row in rows]
+        places = place_names(rows, names, shown_as, across, up, width, front | {results["baseline"]})
+        for row, name, place in zip(rows, names, places, strict=True):
+            row[f"name_{suffix}"] = "" if place is None else name
             row[f"dx_{suffix}"], row[f"dy_{suffix}"] = place or (0.0, 0.0)
     baseline = results["baseline"]
     x_axis = alt.Axis(values=ticks, labelExpr="format(datum.value, '~g') + '×'", grid=True)
@@ -272,15 +274,20 @@ def frontier(rows: Rows, cost: str, loss: str) -> set[str]:
     return found
 
 
+def _shortened(name: str, letters: int | None) -> str:
+    return name if letters is None or len(name) <= letters else f"{name[: letters - 1]}…"
+
+
 def place_names(
     rows: Rows,
+    names: Sequence[str],
     shown_as: Effect,
     across: Sequence[float],
     up: Sequence[float],
     width: float,
     first: set[str],
 ) -> list[tuple[float, float] | None]:
-    """Where the name of each row begins, in pixels from its mark; None if there is no room for it.
+    """Where each of `names`, one for a row, begins, in pixels from its mark; None if there is no room for it.
 
     Those in `first` choose first, then those that are shown to differ. Marks may move apart when the figure
     is wider, never together, so what is free at this width stays free.
@@ -309,7 +316,7 @@ def place_names(
     found: list[tuple[float, float] | None] = [None] * len(rows)
     turns = sorted(range(len(rows)), key=lambda n: (rows[n]["label"] not in first, not rows[n].get("shown")))
     for n in turns:
-        (x, y), long = marks[n], LETTER * len(rows[n]["label"])
+        (x, y), long = marks[n], LETTER * len(names[n])
         best = math.inf
         for rank, (dx, dy) in enumerate(_around(long)):
             box = (x + dx, y + dy - LINE / 2, x + dx + long, y + dy + LINE / 2)

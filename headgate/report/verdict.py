@@ -5,7 +5,7 @@ from typing import Any
 
 from headgate.report.reading import is_control
 from headgate.report.tradeoff import SHARE, effect
-from headgate.report.words import percent, with_sign
+from headgate.report.words import percent, percent_ends, with_sign
 
 
 def answer_sentence(results: Mapping[str, Any]) -> str:
@@ -13,7 +13,9 @@ def answer_sentence(results: Mapping[str, Any]) -> str:
     sight = results.get("sight") or {}
     named = [v for v in results["variants"][1:] if not is_control(v) and v["difference"]["mean"] is not None]
     tested = [v for v in named if v["difference"]["verdict"] not in ("not tested", "same by construction")]
-    if sight.get("can_tell") is False or not tested:
+    if sight.get("can_tell") is False:
+        return _blind_sentence(sight)
+    if not tested:
         return str(results["headline"])
     better = [v for v in tested if v["difference"]["verdict"] == "better"]
     among = [v for v in better or tested if not v["ablation"]] or better or tested
@@ -33,9 +35,19 @@ def answer_sentence(results: Mapping[str, Any]) -> str:
     how = "Tuned alike" if results["tuned"] else "Untuned"
     if better:
         first = f"{how}, {best['label']} beats {baseline}: {amount}."
+    elif all(v["difference"]["verdict"] == "worse" for v in named):
+        if len(named) == 1:
+            return f"{how}, {best['label']} is worse than {baseline}: {amount}."
+        first = f"{how}, {baseline} beats every mechanism. Least behind: {best['label']}, {amount}."
     else:
         first = f"{how}, no mechanism beat {baseline}. Best: {best['label']}, {amount}."
     return f"{first} Of the others: {others}." if others else first
+
+
+def _blind_sentence(sight: Mapping[str, Any]) -> str:
+    """Why a study cannot tell, without the figures, which stand beside the answer."""
+    reasons = [check["words"].partition(" (")[0] for check in sight["checks"] if not check["passed"]]
+    return f"This study cannot tell: {'; '.join(reasons)}. {sight['advice'] or ''}".strip()
 
 
 def published_sentence(results: Mapping[str, Any]) -> str | None:
@@ -59,11 +71,15 @@ def published_sentence(results: Mapping[str, Any]) -> str | None:
 def _amount(results: Mapping[str, Any], variant: Mapping[str, Any]) -> str:
     difference = variant["difference"]
     if effect(results) is SHARE:
-        names, written = ("relative", "relative_low", "relative_high"), percent
+        low, high = difference["relative_low"], difference["relative_high"]
+        loss = f"{percent(difference['relative'])} loss"
+        parts = [loss if low is None else f"{loss} ({percent_ends(low, high)})"]
     else:
-        names, written = ("mean", "low", "high"), with_sign
-    mean, low, high = (difference[name] for name in names)
-    parts = [f"{written(mean)} loss" + ("" if low is None else f" ({written(low)} to {written(high)})")]
+        low, high = difference["low"], difference["high"]
+        loss = f"{with_sign(difference['mean'])} loss"
+        parts = [loss if low is None else f"{loss} ({with_sign(low)} to {with_sign(high)})"]
+        if low is not None and with_sign(low) == with_sign(high) == with_sign(0.0):
+            parts = ["the same loss in the digits shown"]
     answers, theirs = variant["answers"], results["variants"][0]["answers"]
     if answers and theirs and None not in (answers["accuracy"]["mean"], theirs["accuracy"]["mean"]):
         shares = [one["accuracy"]["mean"] for one in (answers, theirs)]

@@ -11,7 +11,7 @@ from torch import nn
 
 from headgate.config import Config
 from headgate.data.loader import DocumentLengths
-from headgate.machine import processor
+from headgate.machine import describe
 from headgate.mechanisms.contract import Mechanism
 from headgate.model.decoder import Decoder
 from headgate.train.checkpoint import State
@@ -60,10 +60,7 @@ def summarise(
             **{package: version(package) for package in PACKAGES},
         },
         "machine": {
-            "system": platform.platform(),
-            "processor": processor(),
-            "device": str(world.device),
-            "device_name": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else None,
+            **describe(world.device),
             "processes": world.size,
             "threads": torch.get_num_threads(),
         },

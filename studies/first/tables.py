@@ -22,6 +22,7 @@ from typing import Any
 from headgate.compare.statistics import ALPHA, Difference, Losses, compare_losses, interval
 from headgate.compare.tables import loss_of, p_value, ratio, signed
 from headgate.files import write_text
+from headgate.report.page import write_page
 from headgate.report.publish import publish_study
 
 HERE = Path(__file__).parent
@@ -228,7 +229,7 @@ def filled(page: str) -> str:
 
 
 def take(study: Path) -> None:
-    """The results of a study's parts, and of their figures those that a page shows."""
+    """The results of a study's parts, and of their figures and pages those that a document shows."""
     pages = "".join(page.read_text(encoding="utf-8") for page in PAGES)
     for part in PARTS:
         if not (study / part / "results.json").exists():
@@ -243,6 +244,8 @@ def take(study: Path) -> None:
             for path in publish_study(study / part, folder):
                 if path.name in kept:
                     shutil.copy(path, RESULTS / part / path.name)
+        if f"results/{part}/report.html" in pages:
+            write_page(RESULTS / part)
 
 
 def main() -> None:

@@ -4,11 +4,10 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from waiting import wait_until
 
@@ -20,13 +19,12 @@ AuthInfo=socket={folder}/munge/socket
 CredType=cred/munge
 SlurmUser=root
 SlurmctldPort={controller}
-SlurmdPort={node}
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool.%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.log
+SlurmdLogFile={folder}/slurmd.%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
@@ -37,7 +35,7 @@ MpiDefault=none
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 SchedulerParameters=sched_interval=1,sched_min_interval=0
-NodeName={host} CPUs=2 RealMemory=1000 State=UNKNOWN
+NodeName=one,two NodeHostname={host} Port={one},{two} CPUs=1 RealMemory=1000 State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -51,30 +49,37 @@ def missing_slurm() -> str:
 
 
 @contextmanager
-def slurm(folder: Path) -> Iterator[dict[str, str]]:
-    """The environment in which sbatch speaks to a cluster of this one machine."""
-    for name in ("state", "spool", "munge"):
+def slurm_cluster(folder: Path) -> Iterator[dict[str, str]]:
+    """The environment in which sbatch speaks to a cluster of two nodes, both of them this machine."""
+    for name in ("state", "munge"):
         (folder / name).mkdir(parents=True)
     folder.chmod(0o755)  # munge insists on a folder that others may enter and not write to
     (folder / "munge" / "key").write_bytes(os.urandom(1024))
     (folder / "munge" / "key").chmod(0o600)
-    ports = {"controller": _free_port(), "node": _free_port()}
+    ports = dict(zip(("controller", "one", "two"), _free_ports(3), strict=True))
     host = socket.gethostname().split(".")[0]
     (folder / "slurm.conf").write_text(CONFIG.format(folder=folder, host=host, **ports))
     environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
+    socket_path = folder / "munge" / "socket"
     munge = [f"--{name}-file={folder}/munge/{name}" for name in ("key", "pid", "log", "seed")]
     daemons = [
-        ["munged", "--foreground", "--force", f"--socket={folder}/munge/socket", *munge],
+        ["munged", "--foreground", "--force", f"--socket={socket_path}", *munge],
         ["slurmctld", "-D"],
-        ["slurmd", "-D"],
+        ["slurmd", "-D", "-N", "one"],
+        ["slurmd", "-D", "-N", "two"],
     ]
     running = []
     try:
         for command in daemons:
-            with (folder / f"{command[0]}.out").open("wb") as out:
+            with (folder / f"{command[0]}.out").open("ab") as out:
                 running.append(subprocess.Popen(command, env=environment, stdout=out, stderr=out))
-            time.sleep(0.5)
-        wait_until(lambda: b"idle" in subprocess.run(["sinfo"], env=environment, capture_output=True).stdout)
+            wait_until(socket_path.exists)
+        states = ["sinfo", "--Node", "--noheader", "--format=%T"]
+        wait_until(
+            lambda: (
+                subprocess.run(states, env=environment, capture_output=True).stdout.split() == [b"idle"] * 2
+            )
+        )
         yield environment
     finally:
         subprocess.run(["scancel", "--me"], env=environment, capture_output=True)
@@ -84,25 +89,32 @@ def slurm(folder: Path) -> Iterator[dict[str, str]]:
 
 
 @contextmanager
-def ray(folder: Path) -> Iterator[str]:
-    """The address of a head without processors and two nodes with one each."""
-    program = Path(sys.executable).parent / "ray"
-    port = _free_port()
-    address = f"127.0.0.1:{port}"
-    quiet = ["--disable-usage-stats", "--object-store-memory", "80000000"]
-    head = ["--head", "--port", str(port), "--num-cpus", "0", "--include-dashboard=false"]
-    head += ["--temp-dir", str(folder), "--min-worker-port", "0", "--max-worker-port", "0"]
+def ray_cluster(folder: Path) -> Iterator[Any]:
+    """A cluster of a head without processors and two nodes with one each, by Ray's own means for tests: the
+    address is its `address`, and a node of it can be removed without ceremony."""
+    before = dict(os.environ)
+    # A folder of its own for everything, its address included, and workers that do not stand back behind all
+    # else that the machine does.
+    os.environ |= {"RAY_TMPDIR": str(folder), "RAY_worker_niceness": "0"}
+    (folder / "ray").mkdir(parents=True)
+    import ray
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     try:
-        subprocess.run([program, "start", *head, *quiet], check=True, capture_output=True)
         for _ in range(2):
-            node = ["--address", address, "--num-cpus", "1"]
-            subprocess.run([program, "start", *node, *quiet], check=True, capture_output=True)
-        yield address
+            cluster.add_node(num_cpus=1)
+        yield cluster
     finally:
-        subprocess.run([program, "stop", "--force"], capture_output=True)
+        ray.shutdown()  # this process, if it has spoken to the cluster
+        cluster.shutdown()
+        os.environ.clear()
+        os.environ |= before
 
 
-def _free_port() -> int:
-    with socket.socket() as opened:
-        opened.bind(("", 0))
-        return int(opened.getsockname()[1])
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        opened = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in opened:
+            each.bind(("", 0))
+        return [int(each.getsockname()[1]) for each in opened]

@@ -46,6 +46,18 @@ def test_a_variant_is_worth_the_compute_that_reaches_its_loss() -> None:
     assert worth["far"]["beyond"]
 
 
+def test_an_interval_that_no_compute_ends_is_infinite(recwarn: pytest.WarningsRecorder) -> None:
+    noise = [-0.1, 0.0, 0.1]
+    ladder = {c: [loss(c) + end for end in noise] for c in (0.25, 1.0, 4.0)}
+    better = [loss(4.0) + end for end in (0.1, -0.1, 0.0)]
+    base = Losses(dict(enumerate(ladder[1.0])))
+    found = compare_losses(base, {"better": Losses(dict(enumerate(better)))})
+    price = prices(ladder, found, {})["better"]
+    assert price is not None
+    assert price["tokens"]["high"] == math.inf
+    assert not recwarn.list
+
+
 def test_ladders_are_written_as_multiples() -> None:
     assert parse_ladder("4,0.25") == (0.25, 1.0, 4.0)
     assert parse_ladder("") == ()

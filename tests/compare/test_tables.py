@@ -51,6 +51,8 @@ def test_the_conditions_name_the_recipe() -> None:
         "looks": [],
         "extended": [],
         "tokens_per_run": 4096,
+        "costs": None,
+        "circumstances": {"machines": []},
     }
     results["config"] = {"train": {"context": 1024}}
     assert conditions(results) == (

@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import flex_attention
 
-from headgate.ops import flex
+from headgate.ops import flex, grouped
 
 
 def outcome(heads: int, groups: int, queries: int, *, mended: bool = True) -> str:
@@ -35,12 +35,26 @@ def outcome(heads: int, groups: int, queries: int, *, mended: bool = True) -> st
     return "decoding" if "SPLIT_KV : tl.constexpr" in source else "attention"
 
 
+def grouped_outcome() -> str:
+    """Block selection, its choices grouped."""
+    with FakeTensorMode(), torch.device("cuda"):
+        k = torch.empty(1, 1, 512, 64, dtype=torch.bfloat16)
+        chosen = torch.zeros(1, 4, 512, 2, dtype=torch.int64)
+        mask = grouped._mask(grouped.Grouping.of(chosen, 1, 8).blocks, 64, 512)
+        q = k.new_empty(1, 1, mask.seq_lengths[0], 64)
+        try:
+            return "attention" if absent.lowered(flex_attention, q, k, k, block_mask=mask) else "nothing"
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+
 if __name__ == "__main__":
     absent.compile_for(80, 108, 163 << 10)
     print(
         json.dumps(
             {
                 "training": outcome(4, 1, 300),
+                "grouped blocks": grouped_outcome(),
                 "a token": outcome(4, 1, 1),
                 "a tail, as PyTorch has it": outcome(4, 1, 40, mended=False),
                 "a tail": outcome(4, 1, 40),

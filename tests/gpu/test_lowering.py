@@ -26,7 +26,7 @@ def test_flex_attention_has_a_kernel_for_every_number_of_queries(
     )
     assert run.returncode == 0, run.stderr[-4000:]
     found = json.loads(run.stdout.splitlines()[-1])
-    assert found["training"] == found["a tail"] == "attention", found
+    assert found["training"] == found["a tail"] == found["grouped blocks"] == "attention", found
     assert found["a token"] == "decoding", found
     # If this fails, PyTorch has mended it, and flex._kernel_options with modes.has_kernel can go.
     assert "NoValidChoicesError" in found["a tail, as PyTorch has it"], found

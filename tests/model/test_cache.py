@@ -8,7 +8,7 @@ from small_models import BLOCK, PREFIX, SMALL, WINDOW, small_decoder, some_token
 
 import headgate
 from headgate.errors import HeadgateError
-from headgate.model.cache import Cache
+from headgate.model.cache import Cache, LayerCache
 from headgate.model.decoder import Decoder
 
 LENGTHS = [PREFIX + WINDOW, 3, BLOCK, PREFIX - 1]
@@ -96,6 +96,19 @@ def test_a_batch_of_equal_lengths_is_one_group() -> None:
         decoder(some_tokens(3, 5), cache=cache)
     assert (cache.batch, cache.length, cache.lengths) == (3, 5, [5, 5, 5])
     assert len(cache.groups) == 1
+
+
+@pytest.mark.parametrize("dropped", [1, 700, 1000, 1900])
+def test_keys_that_move_to_the_front_stay_as_they_are(dropped: int) -> None:
+    """By less than their own length, so that where they were and where they go overlap, or by more."""
+    keys = torch.arange(2200.0)[None, None, :, None].expand(2, 3, 2200, 4)
+    cache = LayerCache()
+    cache.append(keys[:, :, :1000])
+    cache.append(keys[:, :, 1000:2000])  # as many as there was room for
+    cache.drop_before(dropped)
+    for at in range(2000, 2200):
+        (held,) = cache.append(keys[:, :, at : at + 1])
+        assert torch.equal(held, keys[:, :, dropped : at + 1])
 
 
 def test_bad_use_gets_one_clear_sentence() -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 import headgate
@@ -78,13 +77,13 @@ def step(folder: Path) -> Any:
         image_token_id=98,
         tie_word_embeddings=settings["tie_word_embeddings"],
     )  # fmt: skip
-    model = transformers.Step3p7ForConditionalGeneration(config).eval()
-    weights = load_file(folder / "model.safetensors")
-    names = {name: name.replace("model.", "model.language_model.", 1) for name in weights}
-    missing, unknown = model.load_state_dict({names[n]: t for n, t in weights.items()}, strict=False)
-    assert not unknown
-    assert not [name for name in missing if "language_model" in name or "head" in name]
-    return model
+    config.save_pretrained(folder)
+    model, told = transformers.Step3p7ForConditionalGeneration.from_pretrained(
+        folder, output_loading_info=True
+    )
+    assert not told["unexpected_keys"]
+    assert all("vision" in name or "projector" in name for name in told["missing_keys"])
+    return model.eval()
 
 
 @pytest.mark.parametrize(
@@ -95,8 +94,9 @@ def step(folder: Path) -> Any:
         "gated:head+dynamic-sparse:window=6,dense_prefix=7,gate_bias=false",
     ],
 )
-def test_step3p5(mechanism: str, tmp_path: Path) -> None:
-    decoder = decoder_with(mechanism, tmp_path)
+@pytest.mark.parametrize("tied", [False, True])
+def test_step3p5(mechanism: str, tied: bool, tmp_path: Path) -> None:
+    decoder = decoder_with(mechanism, tmp_path, tied_embeddings=tied)
     convert(tmp_path, tmp_path / "out", to="step3p5")
     same(decoder, step(tmp_path / "out"))
 

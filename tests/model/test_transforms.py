@@ -84,7 +84,9 @@ def test_without_the_reference_a_second_derivative_is_refused() -> None:
         sum(g.square().sum() for g in first).backward()
 
 
-@pytest.mark.parametrize("name", ["full", "local", "dynamic-sparse", "gated", "forgetting", "positional"])
+@pytest.mark.parametrize(
+    "name", ["full", "local", "dynamic-sparse", "gated", "forgetting", "positional", "gated-delta"]
+)
 def test_an_exported_program_takes_any_length(name: str) -> None:
     decoder = headgate.build_model(MICRO, name).eval()
     length = torch.export.Dim("length", min=8, max=512)
@@ -95,7 +97,7 @@ def test_an_exported_program_takes_any_length(name: str) -> None:
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize("name", ["full", "head-gated"])
+@pytest.mark.parametrize("name", ["full", "head-gated", "gated-delta"])
 def test_forward_loss_and_backward_are_one_graph(name: str) -> None:
     decoder, parameters, expected = setup(name)
     torch.compiler.reset()

@@ -91,6 +91,32 @@ def test_it_is_our_decoder(name: str, tmp_path: Path) -> None:
     assert found[:, 9:].tolist() == [list(row.tokens) for row in done]
 
 
+def stretched(kind: str) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
+    rope |= {"original_max_position_embeddings": 32}
+    return {
+        "rope_parameters": rope
+        | ({"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {})
+    }
+
+
+@pytest.mark.parametrize("name", ["dynamic-sparse", "forgetting"])
+@pytest.mark.parametrize(("family", "rope"), [("Qwen2", "yarn"), ("Llama", "llama3"), ("Mistral", "yarn")])
+def test_headgate_converts_what_was_saved(family: str, rope: str, name: str, tmp_path: Path) -> None:
+    """A folder saved with a mechanism in some layers, into our decoder, which computes the same."""
+    model = shaken(use(make(family, **stretched(rope)), name, layers=[0, 2], **of(name)))
+    model.save_pretrained(tmp_path / "saved")
+    convert(tmp_path / "saved", tmp_path / "ours")
+    decoder = headgate.load(tmp_path / "ours")
+    assert [spec.name for spec in decoder.config.mechanism] == [name, "full", name]
+    with torch.no_grad():
+        expected = decoder(some_tokens())
+        assert torch.allclose(model(some_tokens()).logits, expected, rtol=0, atol=1e-5)
+    found = model.generate(some_tokens(9), **GREEDY)
+    done = decoder.generate(some_tokens(9), 10, temperature=0)
+    assert found[:, 9:].tolist() == [list(row.tokens) for row in done]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_starts_as_it_was_and_can_be_given_back(family: str) -> None:
     model, tokens = make(family), some_tokens()
@@ -169,6 +195,19 @@ def test_it_is_saved_and_loaded_again(name: str, tmp_path: Path) -> None:
         assert torch.equal(loaded(some_tokens()).logits, model(some_tokens()).logits)
     with pytest.raises(HeadgateError, match="was not saved with a mechanism"):
         use(make())
+
+
+@pytest.mark.parametrize("auto", ["AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification"])
+def test_every_auto_class_loads_it_with_its_mechanism(auto: str, tmp_path: Path) -> None:
+    """Whichever class saved it."""
+    model = shaken(use(make(), "dynamic-sparse", **of("dynamic-sparse")))
+    model.save_pretrained(tmp_path / "first")
+    load = getattr(transformers, auto).from_pretrained
+    load(tmp_path / "first", trust_remote_code=True).save_pretrained(tmp_path / "second")
+    again = load(tmp_path / "second", trust_remote_code=True).eval()
+    states = getattr(again, "model", again)(some_tokens()).last_hidden_state
+    assert torch.equal(states, model.model(some_tokens()).last_hidden_state)
+    assert sum(".mechanism." in name for name, _ in again.named_parameters()) == 6
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -11,6 +11,7 @@ from test_blocks import tensors
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from headgate import ops
 from headgate.errors import HeadgateError
@@ -61,6 +62,40 @@ def by_blocks(seen: Tensor) -> tuple[Tensor, Tensor]:
     pad = (0, columns * flex.BLOCK - seen.shape[-1], 0, rows * flex.BLOCK - seen.shape[-2])
     blocks = torch.nn.functional.pad(seen, pad).unflatten(-1, (columns, -1)).unflatten(-3, (rows, -1))
     return blocks.any(-1).any(-2), blocks.all(-1).all(-2)
+
+
+class Called(TorchDispatchMode):
+    """The names of the ops that run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func._schema.name.removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mask_takes_no_sort_and_a_log_sum_exp_is_asked_for_where_it_is_used(
+    on_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiled layer builds its mask with every call."""
+    with Called() as called:
+        flex.SeenPairs(300, 300, 0, 100).mask(torch.device("cpu"))
+    assert "searchsorted" in called.names
+    assert not called.names & {"sort", "argsort", "topk"}
+    asked = []
+
+    def attend(*given: Any, **options: Any) -> Any:
+        asked.append(options["return_aux"])
+        return torch_flex.flex_attention(*given, **options)
+
+    monkeypatch.setattr(flex, "_compiled", lambda: attend)
+    q = torch.randn(1, 2, 140, 32)
+    alone = ops.window_attention(q, q, q, 20, backend="flex")
+    both = span_attention(q, q, q, Span(20), backend="flex")
+    assert asked == [None, torch_flex.AuxRequest(lse=True)]
+    assert torch.equal(alone, both[0])
 
 
 @pytest.mark.parametrize("seeds", [range(first, first + 50) for first in range(0, 150, 50)], ids=str)

@@ -7,6 +7,7 @@ from torch import Tensor
 from headgate.errors import HeadgateError
 from headgate.ops import explain, reference, top_k_attention
 from headgate.ops.native import library
+from headgate.ops.tiles import query_tiles
 
 
 def inputs(queries: int, keys: int, heads: int = 4, groups: int = 2, *, steps: float = 0.0) -> list[Tensor]:
@@ -17,6 +18,16 @@ def inputs(queries: int, keys: int, heads: int = 4, groups: int = 2, *, steps: f
     if steps:
         drawn[:2] = [(t / steps).round() * steps for t in drawn[:2]]
     return [t.requires_grad_() for t in drawn]
+
+
+@pytest.mark.parametrize(("length", "most"), [(8192, 30), (32_768, 400)])
+def test_a_gpu_takes_few_large_tiles(length: int, most: int) -> None:
+    """Every tile is some launches: of 4 sequences and 12 heads, 820 or 16,384 would be most of a layer."""
+    tiles = {
+        device: sum(1 for _ in query_tiles(length, 4 * 12 * length, torch.device(device)))
+        for device in ("cpu", "cuda")
+    }
+    assert tiles["cuda"] <= most < tiles["cpu"] / 20
 
 
 @pytest.mark.parametrize("scale", [0.3, 1.0, 3.0, 100.0])

@@ -244,3 +244,55 @@ def test_the_bound_counts_inner_loops_once_per_hidden_unit(monkeypatch: pytest.M
 
     expected = {"FMUL": 1, "FFMA": 16, "MUFU": 16, "BRA": 17, "HMMA": 1}
     assert tile_instructions(code, 16) == expected
+    on_blackwell = code.replace("@P0 BRA `(.L_x_1)", "BRA.U UP0, `(.L_x_1)")
+    assert tile_instructions(on_blackwell, 16) == expected
+
+
+def test_the_bound_finds_the_loops_of_amds_code_by_its_notes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks stand in any order; a loop without the activation, as of atomics, is not the hidden units'."""
+    code = """
+	.amdgcn_target "amdgcn-amd-amdhsa--gfx942"
+	v_add_f32_e32 v0, v1, v2
+.LBB0_1:                                ; =>This Loop Header: Depth=1
+                                        ;     Child Loop BB0_2 Depth 2
+	v_mul_f32_e32 v0, v1, v2
+.LBB0_2:                                ;   Parent Loop BB0_1 Depth=1
+                                        ; =>  This Inner Loop Header: Depth=2
+	v_exp_f32_e32 v0, v1
+	s_cbranch_scc1 .LBB0_2
+; %bb.3:                                ;   in Loop: Header=BB0_1 Depth=1
+	v_fma_f32 v0, v1, v2, v3
+	s_branch .LBB0_1
+.LBB0_4:                                ;   Parent Loop BB0_1 Depth=1
+                                        ; =>  This Inner Loop Header: Depth=2
+	global_atomic_add_f32 v0, v1, s[0:1]
+	s_cbranch_execnz .LBB0_4
+.LBB0_5:
+	s_endpgm
+"""
+    monkeypatch.syspath_prepend(RESOURCES.parent)
+    from triton_bound import tile_instructions
+
+    assert tile_instructions(code, 16) == {
+        "v_mul_f32_e32": 1,
+        "v_exp_f32_e32": 16,
+        "s_cbranch_scc1": 16,
+        "v_fma_f32": 1,
+        "s_branch": 1,
+        "global_atomic_add_f32": 1,
+        "s_cbranch_execnz": 1,
+    }
+
+
+def test_the_backward_pass_computes_the_hidden_layer_twice() -> None:
+    """By the loops with an activation in the code for an A100: one for the gate, one for its slopes."""
+    script = (
+        "import re, sys, torch; sys.path.insert(0, sys.argv[1]);"
+        "from triton_bound import _nvidia_loops, configs; from triton_resources import Case, machine_code;"
+        "config = configs('backward', 64, torch.bfloat16, 'cuda')[0];"
+        "code = machine_code(Case('backward', 'bf16', 64, 16, 'multiply', config, 'sm_80')).splitlines();"
+        "print(sum(any('MUFU.TANH' in code[n] for n in loop) for loop in _nvidia_loops(code)[1]))"
+    )
+    compiling = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", script, str(RESOURCES.parent)]
+    assert subprocess.run(command, capture_output=True, text=True, env=compiling).stdout == "2\n"

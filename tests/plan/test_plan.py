@@ -19,7 +19,7 @@ from headgate.measure import costs
 from headgate.mechanisms import MECHANISMS
 from headgate.model.decoder import Decoder
 from headgate.plan import cpu_timing
-from headgate.plan.devices import DEVICES, find_device
+from headgate.plan.devices import DEVICES, Seconds, find_device
 from headgate.plan.memory_trace import DIRECT_TOKENS, Ledger, Passes, Sizes, blank_decoder, walk
 from headgate.plan.planner import USABLE, Planner, make_plan, make_plans, with_batch
 from headgate.recipes import RECIPES, get_recipe
@@ -225,18 +225,20 @@ def test_no_compiler_is_imported() -> None:
     assert modules == "[]"
 
 
-def test_words_and_tables(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+def test_words_and_tables(capsys: pytest.CaptureFixture[str]) -> None:
     cli.run(["plan", "paper-134m", "--device", "A100", "--count", "8", "--price", "2", "train.steps=10"])
-    printed = capsys.readouterr().out
-    assert "134,234,368 parameters" in printed
-    assert "8 x A100" in printed
-    assert "--recompute" in printed
-    assert "at 2 per device and hour" in printed
+    told = capsys.readouterr().out
+    assert max(map(len, told.splitlines())) <= 80
+    told = " ".join(told.split())
+    assert "134,234,368 parameters" in told
+    assert "8 x A100" in told
+    assert "--recompute" in told
+    assert "at 2 per device and hour" in told
     cli.run(["plan", "tiny", "--device", "L4", "--table", "--mechanisms", "local", "--contexts", "256,512"])
-    printed = capsys.readouterr().out
-    assert printed.count("local") == 2
-    assert printed.count("full") == 2
+    told = capsys.readouterr().out
+    assert max(map(len, told.splitlines())) <= 80
+    assert told.count("local") == 2
+    assert told.count("full") == 2
     cli.run(["plan", "tiny", "--device", "L4", "--json", "--context", "128"])
     plan = json.loads(capsys.readouterr().out)
     assert plan["context"] == 128
@@ -269,9 +271,76 @@ def test_errors_are_one_sentence(words: list[str], sentence: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def config_of(config: Config, mechanism: str) -> Config:
+    return replace(config, model=replace(config.model, mechanism=Variant.parse(mechanism).mechanism))
+
+
+def seconds(config: Config, device: str, mechanism: str = "full") -> Seconds:
+    return make_plan(config_of(config, mechanism), find_device(device), all_ways=False).asked.seconds
+
+
+def test_a_small_step_takes_as_long_as_its_kernels_take_to_start() -> None:
+    """A device ten times as fast is no faster where the host is too slow for it."""
+    tiny, a100 = get_recipe("tiny"), find_device("A100")
+    plan = Planner(tiny, a100, 1)
+    started = plan.over_layers(plan.run(8, recompute=False).kernels)
+    assert 100 < started < 2000
+    faster = replace(a100, bf16=10 * a100.bf16, fp32=10 * a100.fp32, bandwidth=10 * a100.bandwidth)
+    slow, fast = (make_plan(tiny, device).asked.seconds for device in (a100, faster))
+    assert slow.low == fast.low > 3e-6 * started
+    assert slow.high == fast.high > 12e-6 * started
+
+
+def test_attention_is_costed_by_its_path() -> None:
+    """What goes over all pairs in plain PyTorch multiplies in fp32 and writes its scores out; a pair gate's
+    backward pass is four times its forward, by what its kernels were measured to execute."""
+    config = override(get_recipe("paper-134m"), ["train.context=8192", "train.batch_size=8"])
+    fused, plain = seconds(config, "A100"), seconds(config, "A100", "positional")
+    assert plain.low > 4 * fused.low
+    planned = planner(config, "sparse-geometric")
+    assert planned.run(1, recompute=False).paths == (frozenset({"triton"}),)
+    forward, both = (planned.attention(0, ["triton"], 0, again) for again in (0, 1))
+    assert both / forward == pytest.approx(6 / 5)
+    assert make_plan(config_of(config, "local"), find_device("MI300X"), all_ways=False).paths == ("flex",)
+    assert planner(config, "near-far").run(1, recompute=False).paths == (frozenset({"varlen"}),)
+
+
+def test_the_output_head_is_not_recomputed_and_takes_large_chunks_on_a_gpu() -> None:
+    config = override(get_recipe("paper-134m"), ["model.n_layers=1", "train.batch_size=4"])
+    plan = planner(config)
+    plain, again = (plan.bound(0, 4, recompute=recompute, shard=False) for recompute in (False, True))
+    assert plan.head > 0.9 * plan.forward["linear"]
+    assert again < 1.1 * plain  # a third more, if the head were
+    rows = 2048
+    held = plan.memory(4, recompute=False, shard=False).loss
+    logits = rows * config.model.vocab_size
+    assert 6 * logits < held < 12 * logits  # in half and single precision, and never two chunks
+
+
+def test_links_reach_no_more_than_four_fifths_and_shards_go_in_bf16() -> None:
+    config = override(
+        get_recipe("paper-1.5b"), ["train.context=128", "train.batch_size=8", "train.accumulation=1"]
+    )
+    plan = planner(config, count=8)
+    weights = plan.sizes.total * 7 / 8
+    slow = replace(A100, link=1e9)
+    exchanged = Planner(config, slow, 8).bound(0, 1, recompute=False, shard=False)
+    assert exchanged == pytest.approx(8 * weights / 0.8e9)
+    sharded = Planner(config, slow, 8).bound(0, 1, recompute=False, shard=True)
+    assert sharded == pytest.approx((2 * 2 + 4) * weights / 0.8e9)
+
+
+@pytest.mark.parametrize("name", ["H200", "B200", "MI300X", "L40S", "A100-40GB", "RTX 5090", "Apple M4 Max"])
+def test_devices_are_known_by_name_and_have_a_source(name: str) -> None:
+    device = find_device(name)
+    assert device.source
+    assert device.fp32 <= device.bf16
+    assert seconds(get_recipe("tiny"), name).low > 0
+
+
 def test_masked_documents_make_less_work(data: Path) -> None:
     """FLOPs and a GPU's seconds follow the documents of the data; masks of one document change nothing."""
-    config = override(get_recipe("tiny"), ["train.context=1024", "train.batch_size=2"])
+    config = override(get_recipe("tiny"), ["train.context=1024", "train.batch_size=512"])
     device, split = find_device("A100"), open_split(data, "train")
     whole, documents = (make_plan(config, device, all_ways=False, split=s) for s in (None, split))
     lengths = document_lengths(split, config.train)

@@ -61,11 +61,15 @@ def test_toggles_and_keyboard(browser: Any, report: Path) -> None:
     assert before >= 4
     page.locator("#variants summary").focus()
     page.keyboard.press("Enter")
+    named = page.locator("#key-curves li")
+    before_key = named.count()
+    assert LABEL in named.all_text_contents()
     page.locator("[data-variant='1']").focus()
     page.keyboard.press("Space")  # a checkbox of the shared legend hides a variant in every figure
     page.wait_for_function(
         f"document.querySelectorAll('#chart-curves .mark-symbol path').length === {before // 2}"
     )
+    assert named.count() == before_key - 1
     page.locator("[data-variant='1']").check()
     page.wait_for_function(
         f"document.querySelectorAll('#chart-curves .mark-symbol path').length === {before}"
@@ -239,6 +243,8 @@ def test_without_scripts(browser: Any, report: Path) -> None:
     assert page.locator("tr[data-row]:visible").count() == 3
     assert page.locator("tr.more:visible").count() == 2
     assert page.locator("#filter").is_hidden()
+    page.set_viewport_size({"width": 390, "height": 844})
+    assert page.locator("#tradeoff svg").bounding_box()["width"] <= 390
 
 
 def test_on_paper(browser: Any, crowd: Path) -> None:
@@ -250,9 +256,8 @@ def test_on_paper(browser: Any, crowd: Path) -> None:
     page.wait_for_function(
         "document.querySelector('#chart-tradeoff svg').getBoundingClientRect().width > 600"
     )
-    page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
     assert page.evaluate("document.documentElement.scrollWidth") <= 688
     for table in page.locator("table:visible").all():
         assert table.evaluate("box => box.getBoundingClientRect().right") <= 688
-    assert page.locator("#variants .swatch").first.is_visible()
+    assert page.locator("#key-curves .swatch").first.is_visible()
     assert page.locator("#filter").is_hidden()

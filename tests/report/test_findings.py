@@ -1,11 +1,15 @@
 """The tables of the findings are what the results beside them say."""
 
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 from waiting import HANG
+
+from headgate.report.page import page
+from headgate.report.reading import read_results
 
 ROOT = Path(__file__).parents[2]
 STUDY = ROOT / "studies" / "first"
@@ -38,3 +42,19 @@ def test_a_figure_changed_by_hand_is_found(tmp_path: Path) -> None:
     assert filled.startswith("before\n<!-- table short -->\n\n|  | loss |")
     assert filled.endswith("<!-- end -->\nafter\n")
     assert check(copy).returncode == 0
+
+
+def test_the_page_is_that_of_the_results() -> None:
+    """`headgate report studies/first/results/text` makes it again."""
+    folder = STUDY / "results" / "text"
+    committed = (folder / "report.html").read_text(encoding="utf-8")
+    for name in ("README.md", "docs/findings.md"):
+        assert "studies/first/results/text/report.html)" in (ROOT / name).read_text(encoding="utf-8")
+    made = page(read_results(folder), ["results.json", "results.csv", "results.md"])
+    for part in (
+        r"<h1>.*?</h1>",
+        r'<p class="caution">.*?</p>',
+        r"<table class=\"cards result\">.*?</table>",
+    ):
+        old, new = (re.findall(part, text, flags=re.DOTALL) for text in (committed, made))
+        assert old == new != []

@@ -18,7 +18,7 @@ from headgate.report.publish import publish_study
 from headgate.report.reading import read_results
 from headgate.report.tradeoff import frontier
 from headgate.report.verdict import answer_sentence
-from headgate.report.words import percent, with_sign
+from headgate.report.words import percent, percent_ends, with_sign
 
 FINDINGS = Path(__file__).parents[2] / "studies" / "first" / "results"
 
@@ -244,14 +244,25 @@ def test_the_verdict_names_effect_interval_speed_and_memory() -> None:
     assert answer_sentence(results).startswith(
         "Untuned, no mechanism beat full. Best: near-far:gate=constant,window=1024, −5.4%"
     )
-    results |= {"sight": {"can_tell": False}, "headline": "This study cannot tell: why."}
-    assert answer_sentence(results) == "This study cannot tell: why."
+    for variant in results["variants"][1:]:
+        variant["difference"]["verdict"] = "worse"
+    words = answer_sentence(results)
+    assert words.startswith("Untuned, full beats every mechanism. Least behind: near-far:gate=constant")
+    assert words.endswith("Of the others: 27 worse.")
+    alone = {**results, "variants": results["variants"][:2]}
+    assert answer_sentence(alone).startswith("Untuned, dynamic-sparse is worse than full: ")
+    checks = [{"passed": True, "words": "all is well"}, {"passed": False, "words": "why (-0.1, -0.2 to 0)"}]
+    results["sight"] = {"can_tell": False, "checks": checks, "detectable": None, "advice": "Add seeds."}
+    assert answer_sentence(results) == "This study cannot tell: why. Add seeds."
+    assert "All is well; why (−0.1, −0.2 to 0)." in page(results)
     assert "100% of answers right against 100%" in answer_sentence(read_results(FINDINGS / "recall"))
 
 
 def test_nothing_is_minus_nothing() -> None:
     assert percent(-0.0004) == "0.0%"
     assert percent(0.0) == "0.0%"
+    assert percent_ends(-0.06, -0.0003) == "−6.00% to −0.03%"  # an end that is shown to differ from 0 does
+    assert percent_ends(-0.06, 0.0) == "−6.0% to 0.0%"
     assert percent(-0.012) == "−1.2%"
     assert with_sign(-0.00001) == "0.0000"
     for part in ("text", "late", "start", "recall", "long"):
@@ -344,10 +355,11 @@ def test_tuning_and_compute_are_shown(report: Path) -> None:
     own = study["config"]["train"]["learning_rate"]
     assert {row["value"] for row in tried.rows} == {own, 0.02}  # the recipe's own, which trial 0 has
     assert sum(row["shown"] for row in tried.rows) == 3
+    assert len({row["drawn"] for row in tried.rows}) == len(tried.rows)  # side by side
     assert tried.caption.endswith("failed or diverged: 3.")
     assert list(made["ladder"].views) == ["worth at equal time", "worth at equal tokens", "full by budget"]
     (row,) = made["ladder"].views["worth at equal tokens"].rows
-    assert (row["value"], row["shown"]) == (1.3, False)  # of an interval without an end nothing is shown
+    assert (row["value"], row["shown"]) == (1.3, True)  # the interval begins above 1 and has no end
     assert LABEL in made["ladder"].views["worth at equal time"].caption
     text = page(study)
     assert "and 1 more where the best was at an edge" in text
@@ -356,6 +368,15 @@ def test_tuning_and_compute_are_shown(report: Path) -> None:
     assert "beyond the ladder" in text
     assert answer_sentence(study).startswith("Tuned alike, ")
     assert "The same without tuning" in text
+
+
+def test_what_was_not_run_is_said_once(report: Path) -> None:
+    study = read_results(report.parent)
+    for run in study["variants"][1]["runs"]:
+        run["state"] = "not run"
+    text = page(study)
+    assert text.count("Not run, or not to the end:") == 1
+    assert f"{len(study['variants'][1]['runs'])} of {len(study['variants'][1]['runs'])} seeds" in text
 
 
 def test_seeds_and_documents(report: Path) -> None:
@@ -395,7 +416,7 @@ def test_a_word_of_caution_stands_beside_the_answer(report: Path, tmp_path: Path
     shutil.copy(report.parent / "results.json", tmp_path)
     (tmp_path / "note.txt").write_text("Chosen on\n<this> text.\n", encoding="utf-8")
     text = write_page(tmp_path).read_text(encoding="utf-8")
-    assert "<dd>Chosen on &lt;this&gt; text.</dd>" in text
+    assert "</strong> Chosen on &lt;this&gt; text.</p>" in text
     assert 'href="results.csv"' in text
     assert 'href="results.md"' not in text  # it is not there
     lines = (tmp_path / "results.csv").read_text(encoding="utf-8").splitlines()

@@ -70,6 +70,19 @@ def test_the_answer_counts_what_is_solved() -> None:
     assert suite_sentence(suite()) == "Full solves 2 of 2 tasks. Fewer: local (1), <b>mine</b> (0)."
 
 
+def test_an_unfinished_suite_says_so_and_judges_what_is_there() -> None:
+    begun = suite()
+    begun["tasks"][0]["variants"][1]["score"]["mean"] = None
+    begun["tasks"][1]["variants"][0]["score"]["mean"] = None
+    assert (
+        suite_sentence(begun)
+        == "Not finished: 4 of 6 scores are known. Full solves mqar. Fewer: <b>mine</b> (0)."
+    )
+    begun["tasks"][0]["variants"][0]["score"]["mean"] = None
+    assert suite_sentence(begun) == "Not finished: 3 of 6 scores are known."
+    assert "3 of 6 scores" in suite_page(begun)
+
+
 def test_figures_and_table_hold_the_numbers() -> None:
     made = suite_figures(suite())
     assert list(made) == ["by-distance", "by-pairs", "learning"]

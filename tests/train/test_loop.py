@@ -173,14 +173,19 @@ def test_a_run_stopped_and_resumed_is_the_run_never_stopped(
 def test_random_numbers_resume_too(
     data: Path, micro: Config, tmp_path: Path, stop_at: dict[str, Any]
 ) -> None:
+    drawn: list[float] = []
+
     class Dropout(Full):
         def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, past: Past) -> Tensor:
+            if self.training:
+                drawn.append(torch.rand(()).item())
             return torch.nn.functional.dropout(super().attend(x, q, k, v, past), 0.2, self.training)
 
     MECHANISMS.register("dropout-test")(Dropout)
     try:
         config = replace(micro, model=replace(micro.model, mechanism=(MechanismSpec("dropout-test"),)))
         train(config, data, tmp_path / "whole")
+        assert len(set(drawn)) == len(drawn) > config.train.steps
         stop_at["at"] = 5
         train(config, data, tmp_path / "halved", RunOptions(track=("os",)))
         train(config, data, tmp_path / "halved")

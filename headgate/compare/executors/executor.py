@@ -4,23 +4,19 @@ The study's folder is the only truth: a run is done when its folder says so, and
 renewed. Engines are asked only which of their tasks are still queued or running.
 """
 
-import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 from headgate.compare.executors.leases import Watch, read_holder
-from headgate.compare.executors.worker import Task, lease_folder, write_task
+from headgate.compare.executors.worker import STOPPED, Task, lease_folder, write_task
 from headgate.config import EngineOptions, engine_settings
 from headgate.errors import HeadgateError
 
 TRIES = 4
 """How often a run is given again to an engine that loses it: its machine died, or somebody cancelled it."""
-
-STOPPED = {code for number in (signal.SIGTERM, signal.SIGINT) for code in (-number, 128 + number)}
-"""Exit codes of a run that was asked to stop, and saved first."""
 
 
 class Executor(Protocol):
@@ -36,13 +32,8 @@ class Executor(Protocol):
     def stop(self) -> None:
         """Leave: runs on this machine save and end; those on a cluster continue."""
 
-
-@contextmanager
-def stopping(executor: Executor) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        executor.stop()
+    def cancel(self) -> None:
+        """End the runs, which save first, and take back what is queued."""
 
 
 def run_tasks(
@@ -58,18 +49,19 @@ def run_tasks(
     `ended(task, finished)` is called for each as it ends, `looked(running)` after every look.
     """
     waiting = {task.key: task for task in tasks}
-    cancel_mark(study).unlink(missing_ok=True)
     for task in tasks:
         write_task(study, task)
     watches = {key: Watch() for key in waiting}
     left = dict.fromkeys(waiting, TRIES - 1)
     failed: list[Task] = []
-    with stopping(executor):
+    leave = executor.stop
+    try:
         before = executor.active()
         executor.start([task for key, task in waiting.items() if key not in before])
         while waiting:
             time.sleep(executor.interval)
             if cancel_mark(study).exists():
+                leave = executor.cancel
                 raise HeadgateError("the study was cancelled; the same command resumes it")
             active = executor.active()
             for key, task in list(waiting.items()):
@@ -78,6 +70,8 @@ def run_tasks(
                 finished = is_finished(task)
                 if not finished and left[key] and was_lost(study, key):
                     left[key] -= 1
+                    _, holder = read_holder(lease_folder(study, key))
+                    write_task(study, replace(task, silent="" if holder is None else holder.pulse))
                     executor.start([task])
                     continue
                 del waiting[key]
@@ -85,15 +79,17 @@ def run_tasks(
                     failed.append(task)
                 ended(task, finished)
             looked([task for key, task in waiting.items() if is_running(study, key)])
+    finally:
+        leave()
     return failed
 
 
 def run_alone(executor: Executor, study: Path, name: str, module: str) -> str | None:
-    """Run a module on the study's folder, alone on a machine of the engine's; returns the log to read if it
-    failed."""
+    """Run a module with the study's folder and this name, alone on a machine of the engine's; returns the log
+    to read if it failed."""
     home = study.resolve()
     log = home / "logs" / f"{name}.txt"
-    task = Task(name, name, (str(home),), str(home / name), str(log), exclusive=True, module=module)
+    task = Task(name, name, (str(home), name), str(home / name), str(log), exclusive=True, module=module)
 
     def is_finished(task: Task) -> bool:
         _, holder = read_holder(lease_folder(study, name))
@@ -104,12 +100,13 @@ def run_alone(executor: Executor, study: Path, name: str, module: str) -> str | 
 
 
 def cancel_mark(study: Path) -> Path:
-    """Whatever waits for the runs stops when this file appears."""
+    """Whatever waits for the runs cancels them when this file appears; the next command removes it."""
     return study / "queue" / "cancelled"
 
 
 def make_executor(study: Path, at_once: int, options: EngineOptions) -> Executor:
     """The engine that was asked for; raises if it is missing."""
+    cancel_mark(study).unlink(missing_ok=True)
     if options.on == "slurm":
         from headgate.compare.executors.slurm import SlurmExecutor
 
@@ -117,7 +114,7 @@ def make_executor(study: Path, at_once: int, options: EngineOptions) -> Executor
     if options.on == "ray":
         from headgate.compare.executors.ray import RayExecutor
 
-        return RayExecutor(study, options.ray_address, engine_settings(options.ray, "--ray"))
+        return RayExecutor(study, options.ray_address, engine_settings(options.ray, "--ray"), options.nodes)
     from headgate.compare.executors.local import LocalExecutor
 
     return LocalExecutor(study, at_once)

@@ -44,6 +44,11 @@ class Holder:
     """The run's exit code, if the holder saw it end; None while it runs, or if the holder died."""
 
     @property
+    def pulse(self) -> str:
+        """Changes with every beat and every holder."""
+        return f"{self.identity} {self.beats}"
+
+    @property
     def is_gone(self) -> bool:
         """Whether it is certainly dead: it was a process on this machine, and no longer exists."""
         return self.place == _place() and not _is_alive(self.pid)
@@ -64,14 +69,18 @@ def read_holder(folder: Path) -> tuple[int, Holder | None]:
 class Lease:
     def __init__(self, folder: Path, generation: int, holder: Holder) -> None:
         self.folder, self.generation, self.holder = folder, generation, holder
+        self._writing = threading.Lock()
 
     @classmethod
-    def take(cls, folder: Path, *, engine: str, job: str = "", silence: float = SILENCE) -> "Lease | None":
-        """The lease, as soon as it is free; None if somebody else holds it and is alive."""
+    def take(
+        cls, folder: Path, *, engine: str, job: str = "", silent: str = "", silence: float = SILENCE
+    ) -> "Lease | None":
+        """The lease, as soon as it is free; None if somebody else holds it and is alive. A holder whose
+        pulse is still `silent` need not be watched: somebody has already done so."""
         folder.mkdir(parents=True, exist_ok=True)
         holder = Holder(uuid.uuid4().hex, _place(), os.getpid(), platform.node(), engine, job)
         generation, last = read_holder(folder)
-        if generation and not is_free(last):
+        if generation and not is_free(last) and (last is None or last.pulse != silent):
             watch = Watch(silence)
             while not watch.is_silent(folder):
                 if watch.has_beaten:
@@ -107,12 +116,15 @@ class Lease:
         return max(_generations(self.folder), default=0) == self.generation
 
     def beat(self, ended: int | None = None) -> bool:
-        """Record that the holder is alive, or how the run ended; False if the lease has passed to another."""
-        if not self.is_ours:
-            return False
-        self.holder = replace(self.holder, beats=self.holder.beats + 1, ended=ended)
-        config.save(self.holder, self.folder / f"{self.generation}.json", seal=True)
-        return True
+        """Record that the holder is alive, or how the run ended, which is its last word; False if the lease
+        has passed to another."""
+        with self._writing:
+            if not self.is_ours:
+                return False
+            if self.holder.ended is None:
+                self.holder = replace(self.holder, beats=self.holder.beats + 1, ended=ended)
+                config.save(self.holder, self.folder / f"{self.generation}.json", seal=True)
+            return True
 
     def keep(self, lost: Callable[[], Any]) -> threading.Event:
         """Beat from a thread until the returned event is set; `lost` is called once if the lease passes to
@@ -149,12 +161,24 @@ class Watch:
         if found != self._seen:
             self.has_beaten |= self._seen is not None
             self._seen, self._since = found, time.monotonic()
-        return time.monotonic() - self._since > self._silence
+        if time.monotonic() - self._since <= self._silence:
+            return False
+        _look_afresh(folder)
+        return read_holder(folder) == found
 
 
 def is_free(holder: Holder | None) -> bool:
     """Whether this holder has ended, or is known to be gone."""
     return holder is not None and (holder.ended is not None or holder.is_gone)
+
+
+def _look_afresh(folder: Path) -> None:
+    """Make a network file system forget what it remembers of a folder, which may be a minute old: it asks its
+    server again after a change of its own."""
+    probe = folder / f".{uuid.uuid4().hex}.tmp"
+    with suppress(OSError):
+        probe.touch()
+        probe.unlink()
 
 
 def _generations(folder: Path) -> list[int]:

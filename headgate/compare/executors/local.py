@@ -40,6 +40,9 @@ class LocalExecutor:
         for process in self._running.values():
             process.wait()
 
+    def cancel(self) -> None:
+        self.stop()
+
     def _launch(self) -> None:
         while self._waiting and len(self._running) < self.at_once:
             task = self._waiting.pop(0)

@@ -13,14 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from headgate import files
-from headgate.compare.executors.executor import STOPPED
-from headgate.compare.executors.worker import Nodes, Task, say_how_to_return, work
+from headgate.compare.executors.worker import STOPPED, Nodes, Task, say_how_to_return, work
 from headgate.errors import HeadgateError
 
 ARRAY = 500
 """Jobs in one array; Slurm's own limit is 1,001 unless the cluster sets another."""
 WARNING = 90
 """Seconds before its time limit at which a job is told to save."""
+
+LEFT_BEHIND = 60
+"""Seconds after the first node of a run is done at which the others are ended."""
 
 
 class SlurmExecutor:
@@ -50,17 +52,18 @@ class SlurmExecutor:
             for first in range(0, len(chosen), ARRAY):
                 part = chosen[first : first + ARRAY]
                 jobs |= dict(zip((task.key for task in part), self._submit(part, exclusive), strict=True))
-                files.write_sealed(_jobs_path(self.study), jobs)
+                files.write_sealed(jobs_path(self.study), jobs)
 
     def _submit(self, tasks: Sequence[Task], exclusive: bool) -> list[str]:
         executor = self._submitit.SlurmExecutor(folder=files.own_folder(self.study / "slurm"))
         processors = max(task.threads * task.processes for task in tasks)
         asked: dict[str, Any] = {"job_name": "headgate", "time": None, "cpus_per_task": processors}
         asked |= {
-            "nodes": self.nodes,
+            "nodes": 1 if exclusive else self.nodes,
             "ntasks_per_node": 1,
             "signal_delay_s": WARNING,
             "stderr_to_stdout": True,
+            "srun_args": [f"--wait={LEFT_BEHIND}"],
         }
         asked |= self._own | {"additional_parameters": {"requeue": True, **self._passed_on}}
         executor.update_parameters(**asked, **({"exclusive": True} if exclusive else {}))
@@ -81,6 +84,9 @@ class SlurmExecutor:
     def stop(self) -> None:
         say_how_to_return(self.active(), self.study)
 
+    def cancel(self) -> None:
+        cancel_slurm_jobs(self.study)
+
 
 class SlurmWork:
     """What a job does; submitit carries it from here to there."""
@@ -98,8 +104,10 @@ class SlurmWork:
         signal.signal(signal.SIGUSR2, stop)
         nodes = Nodes()
         if job.num_nodes > 1:
+            # The job's script, and with it srun, is on the first node; its name may mean nothing elsewhere.
+            first = os.environ.get("SLURM_LAUNCH_NODE_IPADDR") or job.hostnames[0]
             port = 20_000 + int(job.raw_job_id) % 20_000
-            nodes = Nodes(job.num_nodes, job.node, job.hostnames[0], port)
+            nodes = Nodes(job.num_nodes, job.node, first, port)
         code = work(Path(study), key, engine="slurm", job=job.job_id, nodes=nodes)
         if out_of_time and code in STOPPED:
             subprocess.run(["scontrol", "requeue", job.job_id], check=True)  # noqa: S607 - Slurm's own place
@@ -122,21 +130,22 @@ def queued_jobs() -> set[str]:
     return set(done.stdout.split())
 
 
-def cancel_slurm_jobs(study: Path) -> list[str]:
-    """Cancel the study's jobs; returns their names."""
+def cancel_slurm_jobs(study: Path) -> None:
+    """End the study's jobs, whose runs save first."""
     queued = queued_jobs()
     ours = [job for job in _read_jobs(study).values() if job in queued]
     if ours:
-        subprocess.run(["scancel", *ours], check=True)  # noqa: S607 - Slurm's own place
-    return ours
+        # What has ended meanwhile is an error to scancel.
+        subprocess.run(["scancel", *ours], check=False, stderr=subprocess.DEVNULL)  # noqa: S607 - Slurm's
 
 
-def _jobs_path(study: Path) -> Path:
+def jobs_path(study: Path) -> Path:
+    """What the cluster calls each task."""
     return study / "queue" / "slurm.json"
 
 
 def _read_jobs(study: Path) -> dict[str, str]:
-    path = _jobs_path(study)
+    path = jobs_path(study)
     return {} if files.is_missing(path) else files.read_sealed(path, always=True)
 
 

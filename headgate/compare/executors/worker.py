@@ -12,16 +12,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from headgate import config, files
 from headgate.compare.executors.leases import Lease
 from headgate.errors import HeadgateError
 
 PR_SET_PDEATHSIG = 1
+STOPPED = {code for number in (signal.SIGTERM, signal.SIGINT) for code in (-number, 128 + number)}
+"""Exit codes of a run that was asked to stop, and saved first."""
 PATIENCE = 60.0
 """Seconds that a dead worker's process is given to save and leave the run's folder."""
 
@@ -48,6 +51,8 @@ class Task:
     """The module that Python runs with these words."""
     end: int = 0
     """The step it trains to, if it is a run."""
+    silent: str = ""
+    """The pulse of its last holder, if whoever queued it again has waited for another beat in vain."""
     directory: str = field(default_factory=os.getcwd)
     """The folder that relative paths above start from."""
 
@@ -84,14 +89,23 @@ def read_task(study: Path, key: str) -> Task:
     return config.load(Task, task_path(study, key))
 
 
-def work(study: Path, key: str, *, engine: str, job: str = "", nodes: Nodes | None = None) -> int:
-    """Carry out a task; returns its exit code, or 0 if another worker has it."""
+def work(
+    study: Path,
+    key: str,
+    *,
+    engine: str,
+    job: str = "",
+    nodes: Nodes | None = None,
+    failing: Callable[[], Any] = lambda: None,
+) -> int:
+    """Carry out a task; returns its exit code, or 0 if another worker has it. `failing` is called before it
+    is noted that the run has failed by itself."""
     task, nodes = read_task(study, key), nodes or Nodes()
     os.chdir(task.directory)
     if nodes.rank:
         return _Child(task, nodes).wait()
     files.own_folder(lease_folder(study, key))
-    lease = Lease.take(lease_folder(study, key), engine=engine, job=job)
+    lease = Lease.take(lease_folder(study, key), engine=engine, job=job, silent=task.silent)
     if lease is None:
         return 0
     _wait_for_folder(Path(task.folder))
@@ -99,6 +113,8 @@ def work(study: Path, key: str, *, engine: str, job: str = "", nodes: Nodes | No
     done = lease.keep(child.kill)  # whoever holds the run now must not find another process writing to it
     try:
         code = child.wait()
+        if code not in (0, *STOPPED):
+            failing()
     finally:
         done.set()
     lease.beat(ended=code)
@@ -114,9 +130,14 @@ class _Child:
                 start_new_session=True, preexec_fn=None if sys.platform == "win32" else _end_with_parent,
             )  # fmt: skip
         self._log = task.log
+        self._stopped_by = 0
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, lambda *_: self._process.terminate())
+                signal.signal(number, self._stop)
+
+    def _stop(self, number: int, frame: object) -> None:
+        self._stopped_by = number
+        self._process.terminate()
 
     def kill(self) -> None:
         for pid in (self._process.pid, *_descendants(self._process.pid)):
@@ -128,7 +149,8 @@ class _Child:
         if code < 0:  # a killed process could not log why it ended
             with files.open_own(self._log) as log:
                 files.write_all(log, f"\nthe process was ended by {signal.Signals(-code).name}\n".encode())
-        return code
+        # torchrun calls it a failure of its own that it was asked to stop.
+        return 128 + self._stopped_by if code and self._stopped_by else code
 
 
 def _command(task: Task, nodes: Nodes) -> list[str]:

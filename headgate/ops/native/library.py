@@ -53,7 +53,8 @@ def _choose(wanted: str) -> str:
         return _SANITIZE
     if "plain" not in built:
         note = _FOLDER / "build.txt"
-        raise _Missing(f"not built: {note.read_text().strip() if note.exists() else 'pip builds it'}")
+        compiles = "pip install --no-binary headgate headgate compiles it where there is a C++ compiler"
+        raise _Missing(f"not built: {note.read_text().strip() if note.exists() else compiles}")
     # The plain library runs anywhere, so it may be asked what else does.
     able = _LEVELS[: ctypes.CDLL(str(_file("plain"))).headgate_instruction_set() + 1]
     if wanted and wanted not in able:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from headgate.ops.gpu import device_kind
 from headgate.ops.native import library
 
 WIDTHS = (16, 32, 64, 96, 128)
@@ -35,7 +36,7 @@ def refuse(q: Tensor) -> str | None:
     reason = library.unavailable()
     if reason is not None:
         return reason
-    if q.device.type != "cpu" or q.dtype != torch.float32:
+    if device_kind(q.device) != "cpu" or q.dtype != torch.float32:
         return f"it computes float32 on the CPU, not {q.dtype} on {q.device.type}".replace("torch.", "")
     if q.shape[-1] not in WIDTHS:
         return f"head width {q.shape[-1]} is not one of {', '.join(map(str, WIDTHS))}"

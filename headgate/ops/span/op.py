@@ -348,6 +348,6 @@ def _refuse_flex(q: Tensor, *args: Any, distance_bias: Tensor | None = None, **o
 SPAN.path("native", refuse=lambda q, *args, **options: native.refuse(q))(_register("span_native", native))
 SPAN.path("sdpa", refuse=sdpa.refuse, kernel=sdpa.kernel)(sdpa.causal_attention)
 SPAN.path("varlen", refuse=varlen.refuse)(varlen.span_attention)
-SPAN.path("flex", refuse=_refuse_flex)(_with_log_sum_exp(flex.span_attention))
+SPAN.path("flex", refuse=_refuse_flex)(flex.span_attention)
 SPAN.path("torch")(_register("span_torch", tiled))
 SPAN.path("reference")(_with_log_sum_exp(reference.span_attention))

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from headgate.ops.gpu import HALF, before_ampere
+from headgate.ops.gpu import HALF, before_ampere, device_kind, is_planned
 from headgate.ops.span.options import Span
 
 DEVICES = ("cuda",)
@@ -25,7 +25,7 @@ WIDEST = 256
 def refuse(
     q: Tensor, k: Tensor, v: Tensor, span: Span, *, output_only: bool, **biases: Tensor | None
 ) -> str | None:
-    if q.device.type not in DEVICES:
+    if device_kind(q.device) not in DEVICES:
         return f"it runs on a GPU, not on {q.device.type}"
     if span.window is not None and q.shape[2] > 1:
         return "it has no windows"
@@ -46,7 +46,12 @@ def refuse(
 
 def kernel(q: Tensor, k: Tensor, v: Tensor, span: Span, **options: Any) -> str:
     """The kernel that PyTorch picks, as far as can be known before asking on the device."""
-    if not torch.cuda.is_available() or torch.compiler.is_compiling() or isinstance(q, FakeTensor):
+    if (
+        is_planned()
+        or not torch.cuda.is_available()
+        or torch.compiler.is_compiling()
+        or isinstance(q, FakeTensor)
+    ):
         return "flash" if _has_flash(q) else "efficient"
     q, k, v, grouped = _arranged(q, k, v, span)
     with sdpa_kernel(FUSED):

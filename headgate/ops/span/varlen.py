@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headgate.ops.gpu import HALF, before_ampere
+from headgate.ops.gpu import HALF, before_ampere, device_kind, is_hip
 from headgate.ops.span.options import Span
 
 DEVICES = ("cuda",)
@@ -20,9 +20,9 @@ WIDEST = 256
 def refuse(
     q: Tensor, k: Tensor, v: Tensor, span: Span, *, output_only: bool, **biases: Tensor | None
 ) -> str | None:
-    if q.device.type not in DEVICES:
+    if device_kind(q.device) not in DEVICES:
         return f"it runs on a GPU, not on {q.device.type}"
-    if torch.version.hip:
+    if is_hip():
         return "its windows are for NVIDIA's devices"
     if q.dtype not in HALF:
         return f"it takes bfloat16 and float16, not {q.dtype}".replace("torch.", "")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headgate.ops.gpu import NO_TRITON, before_ampere
+from headgate.ops.gpu import NO_TRITON, before_ampere, device_kind, is_planned
 
 WIDTHS = (32, 64, 128)
 HIDDEN = (4, 8, 16, 32)
@@ -57,14 +57,14 @@ def configs(kernel: str, width: int, dtype: torch.dtype, backend: str) -> tuple[
             return KernelConfig(32, 16, 4, 1), KernelConfig(16, 32, 4, 1)
         return (
             KernelConfig(16, 32, 8, 1),
-            KernelConfig(16, 16, 4, 1) if width > 64 else KernelConfig(32, 32, 8, 1),
+            KernelConfig(16, 16, 4, 1) if width > 64 or kernel == "backward" else KernelConfig(32, 32, 8, 1),
         )
     if kernel == "forward":
         return KernelConfig(64, 32, 4, 1), KernelConfig(64, 32, 8, 1), KernelConfig(32, 32, 4, 1), FEW_QUERIES
+    if backend == "hip":  # 16 rows per warp: in a tile of 32 x 32 four warps would each compute all of it
+        return KernelConfig(64, 16, 4, 1), KernelConfig(32, 16, 2, 1)
     if kernel == "backward":  # larger ones spill on sm_80
         return KernelConfig(32, 32, 4, 1), KernelConfig(32, 16, 4, 1)
-    if backend == "hip":
-        return KernelConfig(32, 32, 4, 1), KernelConfig(64, 16, 4, 1)
     if width <= 64:  # 16 rows per warp: sums over columns need no other warp
         if kernel == "backward_queries":
             return KernelConfig(64, 32, 4, 1), KernelConfig(64, 16, 4, 1)
@@ -74,9 +74,9 @@ def configs(kernel: str, width: int, dtype: torch.dtype, backend: str) -> tuple[
 
 def refuse(q: Tensor, hidden: int) -> str | None:
     """Why the kernels cannot take these heads."""
-    if q.device.type not in DEVICES:
+    if device_kind(q.device) not in DEVICES:
         return f"it runs on a GPU, not on {q.device.type}"
-    if not _INSTALLED:
+    if not _INSTALLED and not is_planned():
         return NO_TRITON
     if before_ampere(q):
         return "it needs an NVIDIA device of compute capability 8.0 or newer, or one of AMD's"
