@@ -85,8 +85,8 @@ def run_study(
     folder.refuse_strangers()
     if engine.on == "local":
         refuse_too_large(base, World(0, engine.processes, device()), shard=engine.shard)
-        if options.cost:
-            refuse_lengths(base, asked.cost.lengths_for(base.train))
+        if options.cost and asked.cost.lengths:
+            refuse_lengths(base, asked.cost.lengths)
     at_once = options.jobs or max(1, cores() // (asked.threads * engine.processes))
     if options.dry_run:
         _forecast(folder, asked, base, at_once)

@@ -182,7 +182,7 @@ SETTINGS = [
     *(f"train.betas={value}" for value in ("[2,3]", "[0.9]", "x", "[0.9,1.0]", "[-0.1,0.9]", "[]", "0.9")),
     *(f"train.steps={value}" for value in ("0", "-1", "1.5", "1e3", "x", "null", "true", "[1]")),
     *(f"train.context={value}" for value in ("0", "-1", "100000000", "1.5")),
-    *(f"train.batch_size={value}" for value in ("0", "-1", "1.5", "x", "1000000", "1000000000")),
+    *(f"train.batch_size={value}" for value in ("0", "-1", "1.5", "x", "1000000000")),
     *(f"train.accumulation={value}" for value in ("0", "-1", "1000000000")),
     *(f"train.weight_decay={value}" for value in ("-1", "Infinity", "NaN")),
     *(f"train.eps={value}" for value in ("0", "-1", "Infinity")),
@@ -443,6 +443,7 @@ bench --steps --seconds nan
 bench --steps --lengths 1000000000
 bench --steps --lengths 32 --decoded-after 1000000000
 plan tiny --table --contexts 1000000000
+train {recipe} --data {data} --out {out} train.batch_size=1048576 train.accumulation=1048576
 bench --steps --seconds -1
 bench --steps --json {empty}
 bench --steps --heads 4
