@@ -30,6 +30,8 @@ from headgate.model.decoder import Decoder, with_mechanism
 
 MOST = {"train.steps": 2, "train.context": 16, "train.batch_size": 2, "train.evaluate_tokens": 120}
 """Settings that a command may give, and the most that they are here."""
+PLANNED: set[tuple[Any, ...]] = set()
+"""Studies that some page's command has planned already."""
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -79,7 +81,7 @@ class Room:
         return positional, named
 
     def _study(self, positional: tuple[Any, ...], named: dict[str, Any]) -> Arguments:
-        options = replace(named["options"], recipe=str(self.recipe), dry_run=True)
+        options = replace(named["options"], recipe=str(self.recipe), seeds="3", dry_run=True)
         here = replace(named["engine"], on="local", slurm="", ray="")
         assert isinstance(options, StudyOptions)
         assert isinstance(here, EngineOptions)
@@ -98,6 +100,8 @@ class Room:
     def _report(self, positional: tuple[Any, ...], named: dict[str, Any]) -> Arguments:
         if positional[0] == "study" and not Path("study").exists():
             shutil.copytree(self.finished("study"), "study")
+        if named.get("watch"):
+            named["watch"] = 0.1
         return positional, named
 
     _status = _cancel = _report
@@ -203,6 +207,11 @@ def on_small_things(command: Callable[..., None], name: str, room: Room) -> Call
     @functools.wraps(command)
     def run(*positional: Any, **named: Any) -> None:
         positional, named = room.smaller(name, positional, named)
+        if name in ("compare", "ablate"):  # several pages show the same study
+            plan = (name, positional, str(replace(named["options"], recipe="")))
+            if plan in PLANNED:
+                return
+            PLANNED.add(plan)
         command(*positional, **named)
 
     return run
