@@ -125,7 +125,7 @@ def test_the_end_of_the_text_is_told_and_not_printed(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--prompt", ""), "the prompt is empty; give it at least a word"),
+        (("--prompt", ""), "the prompt is empty; give at least one word"),
         (("--prompt", "a", "--temperature", "-1"), "temperature=-1.0 is out of range; expected 0"),
         (("--prompt", "a", "--top-p", "1.5"), "top_p=1.5 is out of range"),
         (("--prompt", "a", "--top-k", "0"), "top_k=0 is out of range"),

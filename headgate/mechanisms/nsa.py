@@ -71,7 +71,7 @@ class Nsa(Mechanism):
             chosen = ops.choose_blocks(q, k, block=o.block, top_k=o.top_k - 1, by="weight", means=means)
         if len(fine) == 2:  # one op, as many keys are in both
             near = ops.blocks_and_window_attention(
-                q, k, v, chosen, *(weight[..., 0] for weight in fine), block=o.block, window=o.window
+                q, k, v, chosen, *(weight.squeeze(-1) for weight in fine), block=o.block, window=o.window
             )
         elif "selected" in weights:
             near = weighted_sum([ops.block_selected_attention(q, k, v, block=o.block, chosen=chosen)], fine)

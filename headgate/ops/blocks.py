@@ -173,7 +173,7 @@ class _BlockMeans(torch.autograd.Function):
         spread = (d_means / ctx.block)[:, :, :, None].expand(-1, -1, -1, ctx.block, -1)
         d_t = torch.empty_like(t)
         d_t[:, :, : n * ctx.block].unflatten(2, (n, ctx.block)).copy_(spread)
-        d_t[:, :, n * ctx.block :] = 0
+        d_t[:, :, n * ctx.block :].zero_()
         return d_t, None
 
 

@@ -55,17 +55,8 @@ def blocks_and_window_attention(
     return result
 
 
-def _apart(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    chosen: Tensor,
-    *gates: Tensor,
-    block: int,
-    window: int,
-    backend: str,
-    of_window: str = "",
-) -> Tensor:
+def _apart(*given: Tensor, block: int, window: int, backend: str, of_window: str = "") -> Tensor:
+    q, k, v, chosen, *gates = given
     parts = [
         block_selected_attention(q, k, v, block=block, chosen=chosen, backend=backend),
         attention(q, k, v, Span(window), backend=of_window or backend),
@@ -84,6 +75,16 @@ def _native(
     return out
 
 
-BLOCKS_AND_WINDOW.path("flex", refuse=flex.refuse)(partial(_apart, backend="flex", of_window="auto"))
-BLOCKS_AND_WINDOW.path("torch")(partial(_apart, backend="torch"))
-BLOCKS_AND_WINDOW.path("reference")(partial(_apart, backend="reference"))
+@BLOCKS_AND_WINDOW.path("flex", refuse=flex.refuse)
+def _flex(*given: Tensor, block: int, window: int) -> Tensor:
+    return _apart(*given, block=block, window=window, backend="flex", of_window="auto")
+
+
+@BLOCKS_AND_WINDOW.path("torch")
+def _torch(*given: Tensor, block: int, window: int) -> Tensor:
+    return _apart(*given, block=block, window=window, backend="torch")
+
+
+@BLOCKS_AND_WINDOW.path("reference")
+def _reference(*given: Tensor, block: int, window: int) -> Tensor:
+    return _apart(*given, block=block, window=window, backend="reference")

@@ -260,7 +260,7 @@ def test_what_no_run_could_train_on_is_refused_before_the_first(
         with pytest.raises(HeadgateError, match=message):
             run_study(names, data, out, [*settings, setting], options)
         assert not out.exists()
-    with pytest.raises(HeadgateError, match="cost_seconds=0 is not a time to measure"):
+    with pytest.raises(HeadgateError, match="cost_seconds=0 is no time to measure"):
         StudyOptions(cost_seconds=0)
 
 

@@ -263,7 +263,7 @@ def test_other_data_is_refused(data: Path, micro: Config, tmp_path: Path) -> Non
     source = tmp_path / "text.jsonl"
     source.write_text("".join(json.dumps({"text": f"{n} is a number " * 9}) + "\n" for n in range(60)))
     prepare(Request(str(source), tokenizer="byte"), tmp_path / "shards", workers=1)
-    with pytest.raises(HeadgateError, match=r"data.fingerprint=.* and not .*data.train_tokens"):
+    with pytest.raises(HeadgateError, match=r"data.fingerprint=.*, not .*data.train_tokens"):
         train(changed(micro, steps=2), tmp_path / "shards", tmp_path / "run")
 
 
