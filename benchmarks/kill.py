@@ -6,8 +6,8 @@ since the last note of progress.
 After each kill all that a user could read must read, and no step or document that was saved may be gone; at
 its end every result must equal, bit for bit, the one that was never killed. Training saves at every step and
 prepare notes every chunk, so that many of the kills strike while files are being written. One process imports
-torch and forks all others, so that a start takes no time. A compare is killed by turns with all of its runs
-or alone, and its runs then have to end by themselves.
+torch and forks all that is struck, so that a start takes no time. A compare is killed by turns with all of
+its runs or alone, and its runs then have to end by themselves.
 """
 
 import argparse
@@ -18,23 +18,20 @@ import math
 import os
 import random
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 import headgate
-from headgate import cli, config
+from headgate import config
 from headgate.compare import study
-from headgate.compare.executors import local, worker
+from headgate.compare.executors import worker
 from headgate.config import Config, RunOptions, StudyOptions
 from headgate.data import prepare as preparing
 from headgate.data import shards, workers
@@ -80,54 +77,6 @@ def forked(act: Callable[[], Any]) -> int:
     except BaseException:
         print(f"a process failed: {traceback.format_exc()}", flush=True)
         os._exit(1)
-
-
-class ForkedProcess(subprocess.Popen):  # type: ignore[type-arg]
-    """A worker of a study or its run, forked instead of started."""
-
-    def __init__(self, command: list[str], **options: Any) -> None:
-        self.pid, self.returncode = os.fork(), None
-        if self.pid:
-            return
-        os.setsid()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL)
-        if "stdout" in options:
-            os.dup2(options["stdout"].fileno(), 1)
-            os.dup2(options["stdout"].fileno(), 2)
-        if options.get("preexec_fn"):
-            options["preexec_fn"]()
-        module, words = command[2], command[3:]
-        try:
-            if module == worker.__name__:
-                os._exit(worker.main(words))
-            sys.argv = ["headgate", *words]
-            cli.main()
-            os._exit(0)
-        except SystemExit as stop:
-            os._exit(int(stop.code or 0))
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        while (code := self.poll()) is None:
-            time.sleep(0.01)
-        return code
-
-    def terminate(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGTERM)
-
-    def __del__(self) -> None:
-        pass
 
 
 @dataclass
@@ -262,8 +211,6 @@ def main() -> None:
     given = parser.parse_args()
     draw = random.Random(given.seed)
     workers.CHUNK_CHARACTERS, preparing.COMMIT_SECONDS = 2000, 0.0
-    for module in (local, worker):
-        module.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": ForkedProcess})  # type: ignore[attr-defined]
     with tempfile.TemporaryDirectory() as name:
         home = Path(name).resolve()
         asked = settings(given.steps)

@@ -6,7 +6,36 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from headgate.compare.executors.nursery import Nursery
 from headgate.compare.executors.worker import Task
+
+
+class Processes:
+    """A new process for each worker, where runs cannot be forked."""
+
+    is_alive = True
+
+    def __init__(self, study: Path) -> None:
+        self.study = study
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, key: str) -> None:
+        words = ["-m", "headgate.compare.executors.worker", str(self.study), key, str(os.getpid())]
+        # In its own session, so that Ctrl-C reaches only this process, which then stops the runs.
+        self._running[key] = subprocess.Popen(
+            [sys.executable, *words], stdin=subprocess.DEVNULL, start_new_session=True
+        )
+
+    def running(self) -> set[str]:
+        self._running = {key: process for key, process in self._running.items() if process.poll() is None}
+        return set(self._running)
+
+    def stop(self) -> None:
+        """Ask the runs to save and end, and wait for it."""
+        for process in self._running.values():
+            process.terminate()
+        for process in self._running.values():
+            process.wait()
 
 
 class LocalExecutor:
@@ -15,18 +44,16 @@ class LocalExecutor:
     def __init__(self, study: Path, at_once: int) -> None:
         self.study, self.at_once = study, at_once
         self._waiting: list[Task] = []
-        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._starters: dict[int, Nursery | Processes] = {}
+        """By the number of threads that a run has."""
 
     def start(self, tasks: Sequence[Task]) -> None:
         self._waiting += tasks
         self._launch()
 
     def active(self) -> set[str]:
-        for key, process in list(self._running.items()):
-            if process.poll() is not None:
-                del self._running[key]
-        self._launch()
-        return {*self._running, *(task.key for task in self._waiting)}
+        running = self._launch()
+        return running | {task.key for task in self._waiting}
 
     def stop(self) -> None:
         if self.active():
@@ -35,19 +62,26 @@ class LocalExecutor:
                 file=sys.stderr,
             )
         self._waiting.clear()
-        for process in self._running.values():
-            process.terminate()
-        for process in self._running.values():
-            process.wait()
+        for starter in self._starters.values():
+            starter.stop()
+        self._starters.clear()
 
     def cancel(self) -> None:
         self.stop()
 
-    def _launch(self) -> None:
-        while self._waiting and len(self._running) < self.at_once:
+    def _launch(self) -> set[str]:
+        """Start what there is room for; returns the keys of what is running."""
+        running = {key for starter in self._starters.values() for key in starter.running()}
+        while self._waiting and len(running) < self.at_once:
             task = self._waiting.pop(0)
-            words = ["-m", "headgate.compare.executors.worker", str(self.study), task.key, str(os.getpid())]
-            # In its own session, so that Ctrl-C reaches only this process, which then stops the runs.
-            self._running[task.key] = subprocess.Popen(
-                [sys.executable, *words], stdin=subprocess.DEVNULL, start_new_session=True
-            )
+            self._starter(task.threads).start(task.key)
+            running.add(task.key)
+        return running
+
+    def _starter(self, threads: int) -> Nursery | Processes:
+        starter = self._starters.get(threads)
+        if starter is None or not starter.is_alive:
+            on_linux = sys.platform.startswith("linux")
+            starter = Nursery(self.study, threads) if on_linux else Processes(self.study)
+            self._starters[threads] = starter
+        return starter

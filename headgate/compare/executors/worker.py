@@ -2,11 +2,13 @@
 
 The run itself is a child process, `headgate train` as a person would call it, under torchrun if a run has
 several processes. The worker holds the run's lease while the child lives, and records how it ended. It
-imports nothing heavy, so it costs next to nothing beside the child.
+imports nothing heavy, so it costs next to nothing beside the child; a worker that comes from a nursery has
+everything loaded, and forks its child.
 """
 
-import ctypes
+import io
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -20,9 +22,9 @@ from typing import Any
 
 from headgate import config, files
 from headgate.compare.executors.leases import Lease
+from headgate.compare.executors.nursery import end_with_parent, fork
 from headgate.errors import HeadgateError
 
-PR_SET_PDEATHSIG = 1
 STOPPED = {code for number in (signal.SIGTERM, signal.SIGINT) for code in (-number, 128 + number)}
 """Exit codes of a run that was asked to stop, and saved first."""
 PATIENCE = 60.0
@@ -92,8 +94,8 @@ def read_task(study: Path, key: str) -> Task:
 def work(
     study: Path,
     key: str,
-    *,
     engine: str,
+    *,
     job: str = "",
     nodes: Nodes | None = None,
     failing: Callable[[], Any] = lambda: None,
@@ -123,12 +125,16 @@ def work(
 
 class _Child:
     def __init__(self, task: Task, nodes: Nodes) -> None:
+        alone = task.processes == nodes.count == 1
         environment = os.environ | {"OMP_NUM_THREADS": str(task.threads), "PYTHONUNBUFFERED": "1"}
         with files.open_own(task.log) if nodes.rank else files.open_new(task.log) as log:
-            self._process = subprocess.Popen(
-                _command(task, nodes), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment,
-                start_new_session=True, preexec_fn=None if sys.platform == "win32" else _end_with_parent,
-            )  # fmt: skip
+            if alone and "headgate.train.start" in sys.modules:
+                self._process: subprocess.Popen[bytes] | _Forked = _Forked(task, log.fileno())
+            else:
+                self._process = subprocess.Popen(
+                    _command(task, nodes), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment,
+                    start_new_session=True, preexec_fn=None if sys.platform == "win32" else end_with_parent,
+                )  # fmt: skip
         self._log = task.log
         self._stopped_by = 0
         if threading.current_thread() is threading.main_thread():
@@ -171,11 +177,31 @@ def _command(task: Task, nodes: Nodes) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *run, "-m", task.module, *task.words]
 
 
-def _end_with_parent() -> None:
-    """Linux ends a process whose parent is gone; elsewhere an orphan trains on, and its lock keeps others
-    out."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+class _Forked:
+    """A task's module in a fork of this process."""
+
+    def __init__(self, task: Task, log: int) -> None:
+        self._process = fork(_run_module, task, log)
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def wait(self) -> int:
+        self._process.join()
+        assert self._process.exitcode is not None
+        return self._process.exitcode
+
+
+def _run_module(task: Task, log: int) -> None:
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    for stream in (sys.stdout, sys.stderr):
+        assert isinstance(stream, io.TextIOWrapper)
+        stream.reconfigure(write_through=True)
+    sys.argv = [task.module, *task.words]
+    runpy.run_module(task.module, run_name="__main__", alter_sys=True)
 
 
 def _descendants(pid: int) -> list[int]:
@@ -214,10 +240,10 @@ def say_how_to_return(active: Set[str], study: Path) -> None:
 
 def main(words: Sequence[str]) -> int:
     study, key, parent = words
-    _end_with_parent()
+    end_with_parent()
     if os.getppid() != int(parent):  # it died before this was asked
         return 128 + signal.SIGTERM
-    return work(Path(study), key, engine="local")
+    return work(Path(study), key, "local")
 
 
 if __name__ == "__main__":
