@@ -497,7 +497,7 @@ class SuiteOptions:
     """Learning rates to try for every variant; with a single one there is no tuning."""
     tuning_seeds: int = 1
     """Runs at each learning rate."""
-    seeds: int = 2
+    seeds: int = 3
     """Fresh runs at the best learning rate, which are judged."""
     quick: bool = False
     """A few tasks, two learning rates: two mechanisms in under ten minutes on two cores."""

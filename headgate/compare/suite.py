@@ -25,10 +25,21 @@ from headgate.compare.executors.executor import Executor, make_executor, run_tas
 from headgate.compare.executors.worker import Task
 from headgate.compare.jobs import failure
 from headgate.compare.progress import StudyProgress
-from headgate.compare.suite_plan import SuitePlan, SuiteRun, final_loss, judged_runs, read_plan, tuning_runs
+from headgate.compare.suite_plan import (
+    SuitePlan,
+    SuiteRun,
+    final_loss,
+    judged_runs,
+    middle_rate,
+    read_plan,
+    tuning_runs,
+    undecided_runs,
+)
 from headgate.compare.suite_results import JUDGED, read_judged, write_suite
 from headgate.compare.variants import parse_variants
 from headgate.config import Config, EngineOptions, SuiteOptions
+from headgate.data.answers import TaskRecord
+from headgate.data.shards import read_manifest
 from headgate.data.tasks.contract import TASKS, DrawnTask, SyntheticTask, parse_task
 from headgate.data.tasks.writing import prepare_task
 from headgate.errors import HeadgateError
@@ -80,7 +91,10 @@ def run_suite(
             _keep_config(home, settings)
             progress.phase(name)
             tuning = list(tuning_runs(plan, name, home))
-            complete &= _train(home, tuning, settings, executors[name], engine, progress)
+            first = [run for run in tuning if run.rate == middle_rate(plan)]
+            complete &= _train(home, first, settings, executors[name], engine, progress)
+            undecided = undecided_runs(plan, tuning, _record(home))
+            complete &= _train(home, undecided, settings, executors[name], engine, progress)
             judged = list(judged_runs(plan, name, home))
             complete &= _train(home, judged, settings, executors[name], engine, progress)
             _judge(home, judged, progress)
@@ -107,6 +121,13 @@ def suite_tasks(options: SuiteOptions, overrides: Sequence[str]) -> dict[str, tu
             raise HeadgateError(f"task {word!r} is named twice; leave one out")
         found[folder] = (f"{source}{'' if source.endswith(':') else ','}{fresh}", settings)
     return found
+
+
+def _record(home: Path) -> TaskRecord:
+    manifest = read_manifest(home / "data")
+    assert manifest is not None
+    assert manifest.task is not None
+    return manifest.task
 
 
 def _task_words(options: SuiteOptions) -> list[str]:

@@ -8,10 +8,13 @@ from pathlib import Path
 from headgate import config
 from headgate.compare.executors.worker import Task
 from headgate.compare.variants import Variant
+from headgate.data.answers import TaskRecord
 from headgate.errors import HeadgateError
 from headgate.train.folder import RunFolder
 
 FIRST_TUNING_SEED = 1000
+ENOUGH = 0.99
+"""A learning rate with this score leaves nothing for others to win."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,20 @@ def tuning_runs(plan: SuitePlan, task: str, home: Path) -> Iterator[SuiteRun]:
                 yield SuiteRun(task, variant, seed, rate, True, home)
 
 
+def middle_rate(plan: SuitePlan) -> float:
+    """The learning rate that is tried first."""
+    return sorted(plan.rates)[len(plan.rates) // 2]
+
+
+def undecided_runs(plan: SuitePlan, runs: Sequence[SuiteRun], record: TaskRecord) -> list[SuiteRun]:
+    """Tuning runs at the other rates, of variants that have not solved the task at the middle one."""
+    scores: dict[str, list[float]] = {}
+    for run in runs:
+        if run.rate == middle_rate(plan):
+            scores.setdefault(run.variant.label, []).append(final_score(run, record))
+    return [run for run in runs if run.rate != middle_rate(plan) and min(scores[run.variant.label]) < ENOUGH]
+
+
 def judged_runs(plan: SuitePlan, task: str, home: Path) -> Iterator[SuiteRun]:
     """Runs at each variant's best learning rate; none for a variant whose tuning failed entirely."""
     runs = list(tuning_runs(plan, task, home))
@@ -113,3 +130,11 @@ def final_loss(run: SuiteRun) -> float:
         return math.inf
     loss = RunFolder(run.folder).read_summary()["final"]["loss"]
     return math.inf if loss is None else float(loss)
+
+
+def final_score(run: SuiteRun, record: TaskRecord) -> float:
+    if not run.finished:
+        return -math.inf
+    final = RunFolder(run.folder).read_summary()["final"]
+    score = record.score(final["loss"], final["answers"]["accuracy"])
+    return -math.inf if score is None else score

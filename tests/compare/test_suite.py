@@ -10,10 +10,11 @@ import pytest
 from study_examples import SUITE_OPTIONS, SUITE_SETTINGS, TASK
 
 from headgate.compare.suite import run_suite, suite_tasks
-from headgate.compare.suite_plan import SuitePlan, best_rate, judged_runs, tuning_runs
+from headgate.compare.suite_plan import SuitePlan, best_rate, judged_runs, tuning_runs, undecided_runs
 from headgate.compare.suite_results import solved_of, suite_markdown, tokens_to_solve
 from headgate.compare.variants import Variant
 from headgate.config import SuiteOptions
+from headgate.data.answers import Level, TaskRecord
 from headgate.data.tasks import TASKS
 from headgate.errors import HeadgateError
 from headgate.report.suite_page import suite_page, write_suite_page
@@ -124,6 +125,21 @@ def test_the_best_rate_is_that_of_the_lowest_loss(tmp_path: Path) -> None:
     single = replace(plan, rates=(0.1,))
     assert list(tuning_runs(single, "t", tmp_path)) == []
     assert [run.rate for run in judged_runs(single, "t", tmp_path)] == [0.1]
+
+
+def test_other_rates_are_tried_where_the_middle_one_does_not_solve_the_task(tmp_path: Path) -> None:
+    variants = (Variant.parse("full"), Variant.parse("local"), Variant.parse("gated"))
+    plan = SuitePlan({"t": "mqar"}, variants, (0.4, 0.1, 0.2), 1, 1)
+    record = TaskRecord("mqar", 8, "accuracy", Level(1.0, 0.5), Level(0.0, 1.0), Level(0.0, 1.0))
+    runs = list(tuning_runs(plan, "t", tmp_path))
+    for run, accuracy in zip([run for run in runs if run.rate == 0.2], (0.996, 0.99, None), strict=True):
+        run.folder.mkdir(parents=True)
+        if accuracy is not None:  # the last one failed
+            final = dict.fromkeys(IN_FINAL, 0) | {"answers": {"accuracy": accuracy}}
+            summary = dict.fromkeys(IN_SUMMARY, 0) | {"final": final}
+            (run.folder / "summary.json").write_text(json.dumps(summary))
+    undecided = [(run.variant.label, run.rate) for run in undecided_runs(plan, runs, record)]
+    assert undecided == [("local", 0.4), ("local", 0.1), ("gated", 0.4), ("gated", 0.1)]
 
 
 @pytest.mark.parametrize(
