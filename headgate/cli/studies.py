@@ -182,7 +182,8 @@ def suite(
 def _show_suite(folder: str) -> None:
     """Rewrite the tables and page of a suite, and print its scores. For one without its runs, only the
     page."""
-    from headgate.compare.suite_results import print_suite, write_suite
+    from headgate.compare.suite_results import write_suite
+    from headgate.compare.suite_tables import print_suite
     from headgate.files import read_sealed
     from headgate.report.suite_page import suite_sentence, write_suite_page
 

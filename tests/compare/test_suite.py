@@ -3,19 +3,26 @@
 import json
 import math
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from study_examples import SUITE_OPTIONS, SUITE_SETTINGS, TASK
 
+from headgate import config
+from headgate.compare import suite_costs
 from headgate.compare.suite import run_suite, suite_tasks
+from headgate.compare.suite_costs import measure_suite, read_suite_costs
 from headgate.compare.suite_plan import SuitePlan, best_rate, judged_runs, tuning_runs
-from headgate.compare.suite_results import solved_of, suite_markdown, tokens_to_solve
+from headgate.compare.suite_results import tokens_to_solve
+from headgate.compare.suite_tables import solved_of, suite_markdown
 from headgate.compare.variants import Variant
-from headgate.config import SuiteOptions
+from headgate.config import Config, SuiteOptions
 from headgate.data.tasks import TASKS
 from headgate.errors import HeadgateError
+from headgate.measure.costs import Speed
+from headgate.recipes import get_recipe
 from headgate.report.suite_page import suite_page, write_suite_page
 from headgate.train.folder import IN_FINAL, IN_SUMMARY
 
@@ -44,9 +51,9 @@ def test_a_suite(suite: Path) -> None:
     assert sum(place["tokens"] for place in row["by_distance"]) == 256 * 3
     assert row["to_solve"] == {"median": None, "reached": 0, "of": 1}
     assert task["tokens"] == 3 * 2 * 16
-    config = json.loads((suite / task["name"] / "runs").glob("*/seed-0/config.json").__next__().read_text())
-    assert config["train"]["learning_rate"] == row["rate"]
-    assert config["seed"] == 0
+    trained = json.loads((suite / task["name"] / "runs").glob("*/seed-0/config.json").__next__().read_text())
+    assert trained["train"]["learning_rate"] == row["rate"]
+    assert trained["seed"] == 0
     # Fresh samples in training: no more windows are read than there are.
     assert (
         json.loads((suite / task["name"] / "data/manifest.json").read_text())["splits"][0]["documents"] == 6
@@ -66,11 +73,64 @@ def test_its_tables_and_page(suite: Path) -> None:
     assert command[-len(SUITE_SETTINGS) :] == list(SUITE_SETTINGS)
 
 
-def test_it_resumes_without_training_anew(suite: Path) -> None:
-    before = {path: path.stat().st_mtime_ns for path in suite.rglob("summary.json")}
-    assert len(before) == 3
+def test_it_resumes_without_training_or_measuring_anew(suite: Path) -> None:
+    made = [*suite.rglob("summary.json"), suite / "costs.json"]
+    before = {path: path.stat().st_mtime_ns for path in made}
+    assert len(before) == 4
     assert run_suite(["full@<b>all</b>"], suite, SUITE_SETTINGS, SUITE_OPTIONS)
-    assert {path: path.stat().st_mtime_ns for path in suite.rglob("summary.json")} == before
+    assert {path: path.stat().st_mtime_ns for path in made} == before
+
+
+def test_the_speed_of_a_step_is_part_of_it(suite: Path) -> None:
+    costs, results = read_suite_costs(suite), results_of(suite)
+    assert costs is not None
+    assert (costs.task, costs.threads) == (results["tasks"][0]["name"], 1)
+    assert results["variants"][0]["speed"]["ratio"] == 1.0
+    assert results["variants"][0]["speed"]["seconds"] == costs.speeds[0].training.seconds > 0
+    assert f"training steps on {costs.task}" in (suite / "suite.md").read_text()
+
+
+def test_what_has_no_speed_is_measured_beside_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the task of the longest context, once for each variant, and only if it was trained."""
+    plan = SuitePlan({"short": "", "long": ""}, (Variant.parse("full"),), (0.01,), 1, 1)
+    base = get_recipe("task")
+    for name, context in (("short", 16), ("long", 32)):
+        task = replace(base, train=replace(base.train, context=context))
+        (tmp_path / name).mkdir()
+        config.save(task, tmp_path / name / "config.json")
+    asked: list[list[str]] = []
+
+    def speeds(configs: dict[str, Config], threads: int) -> dict[str, Speed]:
+        assert {each.train.context for each in configs.values()} == {32}
+        asked.append(list(configs))
+        factor = len(asked)
+        return {label: Speed(factor / n, n, n, n) for n, label in enumerate(configs, start=1)}
+
+    monkeypatch.setattr(suite_costs, "training_speeds", speeds)
+
+    def measured(plan: SuitePlan, trained: Sequence[str]) -> dict[str, tuple[float, float]]:
+        config.save(plan, tmp_path / "plan.json")
+        for run in judged_runs(plan, "long", tmp_path / "long"):
+            if run.variant.label in trained:
+                run.folder.mkdir(parents=True, exist_ok=True)
+                (run.folder / "summary.json").touch()
+        measure_suite(tmp_path, lambda words: None)
+        found = read_suite_costs(tmp_path)
+        return {s.label: (s.training.ratio, s.training.seconds) for s in found.speeds} if found else {}
+
+    assert measured(plan, []) == {}
+    assert measured(plan, ["full"]) == {"full": (1, 1)}
+    more = replace(plan, variants=tuple(map(Variant.parse, ("full", "local", "shifted"))))
+    # Seconds are the earlier ones of the first, whatever else the machine does meanwhile.
+    assert measured(more, ["full", "local"]) == {"full": (1, 1), "local": (2, 0.5)}
+    assert measured(more, []) == {"full": (1, 1), "local": (2, 0.5)}
+    assert asked == [["full"], ["full", "local"]]
+    elsewhere = read_suite_costs(tmp_path)
+    assert elsewhere is not None
+    config.save(replace(elsewhere, machine={"processor": "another"}), tmp_path / "costs.json")
+    assert measured(more, ["shifted"]) == {"full": (1, 3), "local": (2, 1.5), "shifted": (3, 1)}
 
 
 @pytest.mark.parametrize(
