@@ -44,8 +44,8 @@ def speed_in_words(results: Mapping[str, Any]) -> str:
         return "Speed was not measured; the same command without --no-cost measures it."
     threads = f"{costs['threads']} thread{'s' * (costs['threads'] > 1)}"
     return (
-        f"Speed: training steps on {costs['task']}, all variants in turn on {threads}, relative to the first "
-        "row; above 1 is faster."
+        f"Speed: training steps on {costs['task']}, all variants in turn on {threads}, relative to "
+        f"{results['variants'][0]['label']}; above 1 is faster."
     )
 
 

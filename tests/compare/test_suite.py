@@ -11,6 +11,7 @@ import pytest
 from study_examples import SUITE_OPTIONS, SUITE_SETTINGS, TASK
 
 from headgate import config
+from headgate.cli.studies import report
 from headgate.compare import suite_costs
 from headgate.compare.suite import run_suite, suite_tasks
 from headgate.compare.suite_costs import measure_suite, read_suite_costs
@@ -23,6 +24,7 @@ from headgate.data.tasks import TASKS
 from headgate.errors import HeadgateError
 from headgate.measure.costs import Speed
 from headgate.recipes import get_recipe
+from headgate.report.suite_figures import suite_figures
 from headgate.report.suite_page import suite_page, write_suite_page
 from headgate.train.folder import IN_FINAL, IN_SUMMARY
 
@@ -71,6 +73,22 @@ def test_its_tables_and_page(suite: Path) -> None:
     assert command[command.index("--tasks") + 1] == TASK
     assert command[command.index("--out") + 1] == "suite"
     assert command[-len(SUITE_SETTINGS) :] == list(SUITE_SETTINGS)
+
+
+def test_it_is_published_in_files_small_enough_to_commit(suite: Path, tmp_path: Path) -> None:
+    report(str(suite), publish=str(tmp_path / "small"))
+    results = results_of(suite)
+    figures = suite_figures(results).values()
+    assert len(list((tmp_path / "small").glob("*.svg"))) == sum(len(figure.views) for figure in figures) > 2
+    assert results_of(tmp_path / "small")["variants"] == results["variants"]
+    before = (tmp_path / "small" / "suite.md").read_bytes()
+    report(str(tmp_path / "small"))  # the page again, from this alone
+    page = (tmp_path / "small" / "suite.html").read_text()
+    assert "Right answers by distance" in page
+    assert "How they learn" not in page
+    assert (tmp_path / "small" / "suite.md").read_bytes() == before
+    with pytest.raises(HeadgateError, match="--against x is for studies"):
+        report(str(suite), against="x")
 
 
 def test_it_resumes_without_training_or_measuring_anew(suite: Path) -> None:
