@@ -12,14 +12,16 @@ from study_examples import SUITE_OPTIONS, SUITE_SETTINGS, TASK
 
 from headgate import config
 from headgate.cli.studies import report
+from headgate.compare import suite as suite_module
 from headgate.compare import suite_costs
+from headgate.compare.executors.local import LocalExecutor
 from headgate.compare.suite import run_suite, suite_tasks
 from headgate.compare.suite_costs import measure_suite, read_suite_costs
 from headgate.compare.suite_plan import SuitePlan, best_rate, judged_runs, tuning_runs
 from headgate.compare.suite_results import tokens_to_solve
 from headgate.compare.suite_tables import solved_of, suite_markdown
 from headgate.compare.variants import Variant
-from headgate.config import Config, SuiteOptions
+from headgate.config import Config, EngineOptions, SuiteOptions
 from headgate.data.tasks import TASKS
 from headgate.errors import HeadgateError
 from headgate.measure.costs import Speed
@@ -106,6 +108,26 @@ def test_the_speed_of_a_step_is_part_of_it(suite: Path) -> None:
     assert results["variants"][0]["speed"]["ratio"] == 1.0
     assert results["variants"][0]["speed"]["seconds"] == costs.speeds[0].training.seconds > 0
     assert f"training steps on {costs.task}" in (suite / "suite.md").read_text()
+
+
+def test_on_a_cluster_it_is_measured_where_the_runs_are(
+    suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a process by itself, which an engine starts: here this machine stands in for one."""
+    folder = tmp_path / "suite"
+    shutil.copytree(suite, folder)
+    (folder / "costs.json").unlink()
+    monkeypatch.setattr(suite_module, "make_executor", lambda home, *_: LocalExecutor(home, 1))
+    arguments = (["full@<b>all</b>"], folder, SUITE_SETTINGS, SUITE_OPTIONS)
+    monkeypatch.setattr(suite_module, "measure_suite", None)
+    assert run_suite(*arguments, EngineOptions(on="slurm"))
+    costs = read_suite_costs(folder)
+    assert costs is not None
+    assert [speed.label for speed in costs.speeds] == ["<b>all</b>"]
+    assert (folder / costs.task / "logs" / "costs.txt").is_file()
+    assert results_of(folder)["variants"][0]["speed"]["ratio"] == 1.0
+    without = results_of(folder) | {"costs": None}
+    assert "Speed was not measured" in suite_markdown(without)
 
 
 def test_what_has_no_speed_is_measured_beside_the_first(
