@@ -121,14 +121,16 @@ def right_from(distance: int, by_distance: Sequence[Mapping[str, Any]]) -> str:
 
 
 def pairs() -> str:
+    """Each seed by itself: one may learn a task that another does not."""
     rows = []
     for task in suite("pairs")["tasks"]:
         for row in task["variants"]:
-            solved = row["to_solve"]
-            tokens = "" if solved["median"] is None else f"{solved['median']:,.0f}"
-            for place in row["by_pairs"]:
-                rows.append([f"`{asked(task)}`", str(place["pairs"]), share(place), tokens])
-    return markdown_table(["task", "pairs", "right answers", "tokens to solve"], rows)
+            for run in row["runs"]:
+                solved = run.get("solved")
+                tokens = f"> {task['tokens']:,}" if solved is None else f"{solved:,}"
+                accuracy = f"{run['accuracy']:.4f}" if run["state"] == "finished" else run["state"]
+                rows.append([f"`{asked(task)}`", str(run["seed"]), accuracy, tokens])
+    return markdown_table(["task", "seed", "right answers", "tokens to solve"], rows)
 
 
 def asked(task: Mapping[str, Any]) -> str:
@@ -148,11 +150,14 @@ def layer() -> str:
 def window() -> str:
     parts = []
     for task in suite("window")["tasks"]:
+        judged = [row for row in task["variants"] if row["by_distance"]]
+        if not judged:
+            continue
         columns, by_distance = accuracy_cells(task, "distance")
         known = [n for n in range(1, len(columns)) if any(cells[n] for cells in by_distance)]
         rows = [
             [row["label"], share(row["accuracy"]), *(cells[n] for n in known)]
-            for row, cells in zip(task["variants"], by_distance, strict=True)
+            for row, cells in zip(judged, by_distance, strict=True)
         ]
         parts.append(f"`{asked(task)}`, chance {task['chance']['accuracy']:.3f}, all and by distance:")
         parts.append(markdown_table(["", "right answers", *(columns[n] for n in known)], rows))
