@@ -503,6 +503,8 @@ class SuiteOptions:
     """A few tasks, two learning rates: two mechanisms in under ten minutes on two cores."""
     jobs: int | None = None
     """Runs at once. Default: as many as there are cores."""
+    cost: bool = True
+    """Measure the speed of every variant, separately from training."""
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "tuning_seeds", "seeds", "jobs")

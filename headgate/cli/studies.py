@@ -106,28 +106,30 @@ def report(folder: str, /, *, against: str | None = None, publish: str | None = 
 
     Args:
         folder: The study folder, or one written by --publish, or a results.json, from which alone the page is
-            then made; or the folder of a suite.
+            then made; or the folder of a suite, or one written by --publish.
         against: The label of a variant; also print a table that compares every other variant with it.
         publish: Also write files small enough to commit into this folder: the results without each run's
-            loss curve, and the page's figures as SVG.
+            curve, and the page's figures as SVG.
     """
     from headgate.compare.folder import StudyFolder
     from headgate.compare.results import write_results
     from headgate.files import named
 
-    if any((Path(folder) / name).is_file() for name in ("plan.json", "suite.json")):
-        _refuse_for_suites(against=against, publish=publish)
-        _show_suite(folder)
-        return
+    is_suite = any((Path(folder) / name).is_file() for name in ("plan.json", "suite.json"))
+    if is_suite and against is not None:
+        raise HeadgateError(f"--against {against} is for studies, but this is a suite; leave it out")
     if publish is not None:
         named(publish, "--publish")
-    if not Path(folder).is_file() and StudyFolder(folder).begun:
-        write_results(folder)
-    _show_study(folder, against=against)
+    if is_suite:
+        _show_suite(folder)
+    else:
+        if not Path(folder).is_file() and StudyFolder(folder).begun:
+            write_results(folder)
+        _show_study(folder, against=against)
     if publish is not None:
-        from headgate.report.publish import publish_study
+        from headgate.report.publish import publish_study, publish_suite
 
-        written = publish_study(folder, publish)
+        written = (publish_suite if is_suite else publish_study)(folder, publish)
         print(f"{len(written)} files are in {publish}")
 
 
@@ -182,18 +184,13 @@ def suite(
 def _show_suite(folder: str) -> None:
     """Rewrite the tables and page of a suite, and print its scores. For one without its runs, only the
     page."""
-    from headgate.compare.suite_results import print_suite, write_suite
-    from headgate.files import read_sealed
+    from headgate.compare.suite_results import write_suite
+    from headgate.compare.suite_tables import print_suite
+    from headgate.report.reading import read_suite
     from headgate.report.suite_page import suite_sentence, write_suite_page
 
     whole = (Path(folder) / "plan.json").is_file()
-    results = write_suite(folder) if whole else read_sealed(Path(folder) / "suite.json")
+    results = write_suite(folder) if whole else read_suite(folder)
     page = write_suite_page(folder)
     print_suite(results, suite_sentence(results))
     print(f"\nthe page is {page}; suite.json and suite.md beside it have the numbers")
-
-
-def _refuse_for_suites(**given: str | None) -> None:
-    for name, value in given.items():
-        if value is not None:
-            raise HeadgateError(f"--{name} {value} is for studies, but this is a suite; leave it out")

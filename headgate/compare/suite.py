@@ -8,6 +8,7 @@ TASK/config.json       the recipe that all variants share
 TASK/tuning/V/R/seed-N runs at each learning rate, with seeds that are not judged
 TASK/runs/V/seed-N     runs at the best of them, with fresh seeds, judged on the test split
 TASK/logs/ queue/ leases/
+costs.json             the speed of a training step of each variant, measured after the runs
 suite.json             all of it in numbers; suite.md as tables; suite.html as a page
 
 The same command resumes what was interrupted; more names or seeds extend it.
@@ -21,10 +22,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from headgate import config, files
-from headgate.compare.executors.executor import Executor, make_executor, run_tasks
+from headgate.compare.executors.executor import Executor, make_executor, run_alone, run_tasks
 from headgate.compare.executors.worker import Task
 from headgate.compare.jobs import failure
 from headgate.compare.progress import StudyProgress
+from headgate.compare.suite_costs import costs_task, measure_suite, unmeasured
 from headgate.compare.suite_plan import (
     SuitePlan,
     SuiteRun,
@@ -99,7 +101,26 @@ def run_suite(
             complete &= _train(home, judged, settings, executors[name], engine, progress)
             _judge(home, judged, progress)
             write_suite(folder)
+        if options.cost:
+            _measure(folder, plan, at_once, engine, progress)
+            write_suite(folder)
     return complete
+
+
+def _measure(
+    folder: Path, plan: SuitePlan, at_once: int, engine: EngineOptions, progress: StudyProgress
+) -> None:
+    """Measure the speed of variants that have none yet; on a cluster, where the runs are."""
+    if not unmeasured(folder, plan):
+        return
+    progress.phase("costs")
+    if engine.on == "local":
+        measure_suite(folder, progress.doing)
+        return
+    home = folder / costs_task(folder, plan)
+    log = run_alone(make_executor(home, at_once, engine), home, "costs", "headgate.compare.suite_costs")
+    if log is not None:
+        progress.note(f"the costs could not be measured: {failure(Path(log))}")
 
 
 def suite_tasks(options: SuiteOptions, overrides: Sequence[str]) -> dict[str, tuple[str, Config]]:

@@ -1,4 +1,5 @@
-"""A suite in numbers: scores, accuracy by distance and pairs, tokens to solve, from what its folder holds."""
+"""A suite in numbers: scores, accuracy by distance and pairs, tokens to solve, speed, from what its folder
+holds."""
 
 import math
 import os
@@ -8,13 +9,11 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from rich.table import Table
-from rich.text import Text
-
 from headgate import config, files
 from headgate.compare import statistics
 from headgate.compare.commands import suite_command
 from headgate.compare.jobs import failure, has_failed
+from headgate.compare.suite_costs import SuiteCosts, read_suite_costs
 from headgate.compare.suite_plan import (
     SuitePlan,
     SuiteRun,
@@ -24,11 +23,11 @@ from headgate.compare.suite_plan import (
     read_plan,
     tuning_runs,
 )
+from headgate.compare.suite_tables import suite_markdown
 from headgate.compare.variants import Variant
 from headgate.config import Config
 from headgate.data.answers import TaskRecord
 from headgate.data.shards import read_manifest
-from headgate.progress import table_console
 from headgate.train.folder import RunFolder, read_metrics
 from headgate.version import __version__
 
@@ -48,7 +47,7 @@ def write_suite(out: str | os.PathLike[str]) -> dict[str, Any]:
 def suite_results(out: str | os.PathLike[str]) -> dict[str, Any]:
     """Leaves out tasks that are not prepared yet."""
     folder = Path(out)
-    plan = read_plan(folder)
+    plan, costs = read_plan(folder), read_suite_costs(folder)
     tasks = []
     for name, source in plan.tasks.items():
         home = folder / name
@@ -77,7 +76,8 @@ def suite_results(out: str | os.PathLike[str]) -> dict[str, Any]:
         "tuning_seeds": plan.tuning_seeds,
         "seeds": plan.seeds,
         "tasks": tasks,
-        "variants": [_overall(variant, n, tasks) for n, variant in enumerate(plan.variants)],
+        "variants": [_overall(variant, n, tasks, costs) for n, variant in enumerate(plan.variants)],
+        "costs": costs and {"task": costs.task, "threads": costs.threads, "machine": dict(costs.machine)},
         "command": suite_command(folder, plan),
     }
     collected: dict[str, Any] = files.finite(results)
@@ -108,7 +108,11 @@ def _row(
         "label": variant.label,
         "rate": rate,
         "at_the_edge": rate in (min(plan.rates), max(plan.rates)) if len(plan.rates) > 2 else None,
-        "tuning": [{"rate": run.rate, "seed": run.seed, "loss": final_loss(run)} for run in tuning],
+        "tuning": [
+            {"rate": run.rate, "seed": run.seed, "loss": final_loss(run)}
+            for run in tuning
+            if run.finished or has_failed(run.log)
+        ],
         "runs": found,
         "failures": [
             failure(run.log) for run in [*tuning, *runs] if not run.finished and has_failed(run.log)
@@ -119,7 +123,6 @@ def _row(
         "by_distance": _mean_by(answers, "by_distance", ("first", "end")),
         "by_pairs": _mean_by(answers, "by_pairs", ("pairs",)),
         "to_solve": tokens_to_solve([run["solved"] for run in done]),
-        "tokens_per_second": median([run["tokens_per_second"] for run in done]) if done else None,
     }
 
 
@@ -143,7 +146,6 @@ def _judged_run(run: SuiteRun, record: TaskRecord, judged: Mapping[str, Any] | N
         "score": -math.inf if loss is None else record.score(loss, accuracy, "test"),
         "solved": next((point["tokens"] for point in curve if (point["score"] or 0) >= SOLVED), None),
         "curve": curve,
-        "tokens_per_second": summary["tokens_per_second"],
         "parameters": summary["parameters"],
     }
 
@@ -167,125 +169,22 @@ def _mean_by(answers: Sequence[Mapping[str, Any]], key: str, names: Sequence[str
     return rows
 
 
-def _overall(variant: Variant, number: int, tasks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _overall(
+    variant: Variant, number: int, tasks: Sequence[Mapping[str, Any]], costs: SuiteCosts | None
+) -> dict[str, Any]:
     """A variant over all tasks: its mean score if it has one for each, and its speed relative to the first
-    variant, the median over the tasks."""
+    variant's."""
     rows = [task["variants"][number] for task in tasks]
     scores = [row["score"]["mean"] for row in rows]
-    speeds = [
-        row["tokens_per_second"] / task["variants"][0]["tokens_per_second"]
-        for row, task in zip(rows, tasks, strict=True)
-        if row["tokens_per_second"] and task["variants"][0]["tokens_per_second"]
-    ]
     known = scores and all(score is not None for score in scores)
     parameters = [run["parameters"] for row in rows for run in row["runs"] if run["state"] == "finished"]
+    speed = costs and costs.of(variant.label)
     return {
         "label": variant.label,
         "mechanism": "+".join(spec.name for spec in variant.mechanism),
         "ablation": variant.ablation,
         "mean_score": fmean(scores) if known else None,
         "solved": sum(score is not None and score >= SOLVED for score in scores),
-        "speed": median(speeds) if speeds else None,
+        "speed": speed and asdict(speed),
         "parameters": max(parameters, default=None),
     }
-
-
-def suite_markdown(results: Mapping[str, Any]) -> str:
-    """The tables of a suite, for people."""
-    tasks, labels = results["tasks"], [variant["label"] for variant in results["variants"]]
-    names = [task["name"] for task in tasks]
-    scores = [
-        [
-            variant["label"],
-            *(score_of(task["variants"][n]) for task in tasks),
-            "" if variant["mean_score"] is None else f"{variant['mean_score']:.2f}",
-            "" if variant["speed"] is None else f"{variant['speed']:.2f}x",
-        ]
-        for n, variant in enumerate(results["variants"])
-    ]
-    solved = [
-        [label, *(solved_of(task["variants"][n], task["tokens"]) for task in tasks)]
-        for n, label in enumerate(labels)
-    ]
-    rates = ", ".join(f"{rate:g}" for rate in results["rates"])
-    parts = [
-        "# Scores\n",
-        "The share of the way from chance (0) to the optimum (1): mean over the seeds ± half its 95% "
-        f"interval. Each variant at its best of the learning rates {rates} (tuning seeds: "
-        f"{results['tuning_seeds']}), judged on fresh seeds ({results['seeds']}) and the test split. Speed: "
-        "tokens per second of the runs, which share the machine, relative to the first row.\n",
-        _table(["", *names, "mean", "speed"], scores),
-        "\n# Tokens to solve\n",
-        f"Until a score of {results['solved_at']} on the validation split, in thousands; the median over the "
-        "seeds. > means that it was not reached within the run.\n",
-        _table(["", *names], solved),
-    ]
-    for key, what in (("by_pairs", "pairs"), ("by_distance", "distance")):
-        for task in tasks:
-            rows = [row for row in task["variants"] if row[key]]
-            if not rows or len(rows[0][key]) < 2:
-                continue
-            heads = [
-                str(place["pairs"]) if key == "by_pairs" else f"{place['first']}-{place['end'] - 1}"
-                for place in rows[0][key]
-            ]
-            cells = [
-                [row["label"], *("" if p["mean"] is None else f"{p['mean']:.2f}" for p in row[key])]
-                for row in rows
-            ]
-            parts += [
-                f"\n# {task['name']}: accuracy by {what}\n",
-                f"Chance is {task['chance']['accuracy']:.3f}.\n",
-                _table(["", *heads], cells),
-            ]
-    return "\n".join(parts) + "\n"
-
-
-def print_suite(results: Mapping[str, Any], answer: str) -> None:
-    """The score table, what failed, and the answer last, for the terminal."""
-    names = [task["name"] for task in results["tasks"]]
-    table = Table("", *names, "mean", "speed", box=None, pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for n, variant in enumerate(results["variants"]):
-        mean = "" if variant["mean_score"] is None else f"{variant['mean_score']:.2f}"
-        speed = "" if variant["speed"] is None else f"{variant['speed']:.2f}x"
-        cells = [variant["label"], *(score_of(task["variants"][n]) for task in results["tasks"]), mean, speed]
-        table.add_row(*map(Text, cells))
-    console = table_console()
-    console.print(table)
-    for task in results["tasks"]:
-        for row in task["variants"]:
-            for reason in row["failures"]:
-                console.print(
-                    f"failed: {task['name']}, {row['label']}: {reason}", markup=False, soft_wrap=True
-                )
-    console.print(f"\n{answer}", markup=False, soft_wrap=True)
-
-
-def score_of(row: Mapping[str, Any]) -> str:
-    score, missing = row["score"], [run for run in row["runs"] if run["state"] != "finished"]
-    text = "" if score["mean"] is None else f"{score['mean']:.2f}"
-    if score["high"] is not None:
-        text += f" ± {score['high'] - score['mean']:.2f}"
-    if row["failures"]:
-        text += f"{', ' if text else ''}{len(row['failures'])} failed"
-    elif text and missing:
-        text += f", {len(missing)} not run"
-    return text or "not run"
-
-
-def solved_of(row: Mapping[str, Any], budget: int) -> str:
-    found = row["to_solve"]
-    if not found["of"]:
-        return ""
-    if found["median"] is None:
-        return f"> {budget / 1000:,.0f}" + (
-            f" ({found['reached']} of {found['of']})" if found["reached"] else ""
-        )
-    return f"{found['median'] / 1000:,.0f}"
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [list(columns), ["---", *["---:"] * (len(columns) - 1)], *map(list, rows)]
-    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)

@@ -287,6 +287,15 @@ def _on_the_basis_of(baseline: Cost | None, cost: Cost) -> Cost:
     return replace(cost, training=training, decoding=decoding)
 
 
+def _speeds(times: Mapping[str, list[float]], baseline: str, each: int = 1) -> dict[str, Speed]:
+    """Of interleaved times, in each of which a step was taken `each` times."""
+    seconds, found = median(times[baseline]) / each, {}
+    for label, own in times.items():
+        ratio, low, high = ratios({"baseline": times[baseline], "own": own}, "baseline", "own")
+        found[label] = Speed(seconds / ratio, ratio, low, high)
+    return found
+
+
 class Bench:
     """Decoders to be measured against one of them, the baseline."""
 
@@ -303,13 +312,7 @@ class Bench:
             else:
                 runs[label], self.held[label, length] = decoding_step(self.decoders[label], length)
         times = interleaved(runs, seconds=for_seconds * len(runs), least_rounds=5, most_rounds=20)
-        each = 1 if kind == "training" else DECODED
-        seconds = median(times[self.baseline]) / each
-        found = {}
-        for label, own in times.items():
-            ratio, low, high = ratios({"baseline": times[self.baseline], "own": own}, "baseline", "own")
-            found[label] = Speed(seconds / ratio, ratio, low, high)
-        return found
+        return _speeds(times, self.baseline, 1 if kind == "training" else DECODED)
 
 
 def crossover(speed: Mapping[int, float], measure: Callable[[int], float]) -> tuple[int | None, int | None]:
@@ -333,9 +336,8 @@ def crossover(speed: Mapping[int, float], measure: Callable[[int], float]) -> tu
     return wins_at, not_at
 
 
-def step_seconds(configs: Mapping[str, Config], threads: int) -> dict[str, float]:
-    """Seconds per training step of each config at its own context, as in a study's runs; the first is the
-    baseline."""
+def training_speeds(configs: Mapping[str, Config], threads: int) -> dict[str, Speed]:
+    """How fast each config trains at its own context, as in a study's runs; the first is the baseline."""
     keep_memory()
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -347,9 +349,12 @@ def step_seconds(configs: Mapping[str, Config], threads: int) -> dict[str, float
         times = interleaved(steps, seconds=3.0 * len(steps), least_rounds=5, most_rounds=20)
     finally:
         torch.set_num_threads(before)
-    baseline = next(iter(configs))
-    # Through the ratio, which other load on the machine disturbs less than the seconds.
-    return {label: median(times[baseline]) * ratios(times, label, baseline)[0] for label in times}
+    return _speeds(times, next(iter(configs)))
+
+
+def step_seconds(configs: Mapping[str, Config], threads: int) -> dict[str, float]:
+    """Seconds per training step. Through the ratio, which other load on the machine disturbs less."""
+    return {label: speed.seconds for label, speed in training_speeds(configs, threads).items()}
 
 
 def _peaks(configs: Mapping[str, Config], lengths: list[int], at_once: int) -> dict[tuple[str, int], int]:

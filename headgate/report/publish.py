@@ -1,4 +1,4 @@
-"""A study in files small enough to commit: results without each run's curve, figures as SVG."""
+"""A study or suite in files small enough to commit: results without each run's curve, figures as SVG."""
 
 import copy
 import os
@@ -13,8 +13,9 @@ import vl_convert
 from headgate.errors import HeadgateError
 from headgate.files import write_sealed, write_text
 from headgate.report.figures import figures
-from headgate.report.painting import ROWS
-from headgate.report.reading import read_results
+from headgate.report.painting import ROWS, PageFigure
+from headgate.report.reading import read_results, read_suite
+from headgate.report.suite_figures import suite_figures
 
 WIDTH = 640
 LEGEND = {"title": None, "orient": "bottom", "symbolOpacity": 1, "symbolLimit": 0, "labelLimit": 0}
@@ -29,26 +30,49 @@ OF_A_RUN = ("seed", "state", "reason", "loss", "tokens", "bits_per_byte")
 def publish_study(study: str | os.PathLike[str], folder: str | os.PathLike[str]) -> list[Path]:
     """Write a study's results.json, its tables (results.md, papers.md), the words of caution beside it
     (note.txt), and each view of each figure as an SVG file named after both."""
-    target, results = Path(folder), read_results(study)
-    tables = [Path(study) / name for name in ("results.md", "papers.md", "note.txt")]
-    texts = {path.name: path.read_text(encoding="utf-8") for path in tables if path.is_file()}
-    for figure in figures(results).values():
+    results = read_results(study)
+    texts = _beside(study, "results.md", "papers.md", "note.txt") | _drawn(figures(results))
+    return _write(folder, "results.json", digest(results), texts)
+
+
+def publish_suite(suite: str | os.PathLike[str], folder: str | os.PathLike[str]) -> list[Path]:
+    """Write a suite's suite.json, its tables (suite.md), and each view of each figure as an SVG file."""
+    results = read_suite(suite)
+    texts = _beside(suite, "suite.md") | _drawn(suite_figures(results))
+    return _write(folder, "suite.json", suite_digest(results), texts)
+
+
+def _beside(folder: str | os.PathLike[str], *names: str) -> dict[str, str]:
+    paths = [Path(folder) / name for name in names]
+    return {path.name: path.read_text(encoding="utf-8") for path in paths if path.is_file()}
+
+
+def _drawn(made: Mapping[str, PageFigure]) -> dict[str, str]:
+    texts = {}
+    for figure in made.values():
         for title, view in figure.views.items():
             name = re.sub(r"[^A-Za-z0-9]+", "-", f"{figure.name} {title}").strip("-").lower()
             texts[f"{name}.svg"] = vl_convert.vegalite_to_svg(standing_alone(view.spec))
+    return texts
+
+
+def _write(
+    folder: str | os.PathLike[str], name: str, results: Mapping[str, Any], texts: Mapping[str, str]
+) -> list[Path]:
+    target = Path(folder)
     made = not target.exists()
     try:
         target.mkdir(parents=True, exist_ok=True)
-        write_sealed(target / "results.json", digest(results))
-        for name, text in texts.items():
-            write_text(target / name, text)
+        write_sealed(target / name, results)
+        for other, text in texts.items():
+            write_text(target / other, text)
     except OSError as error:
         if made:
             shutil.rmtree(target, ignore_errors=True)
         raise HeadgateError(
             f"cannot write into {str(folder)!r} ({error.strerror}); --publish takes a folder, old or new"
         ) from None
-    return [target / name for name in ("results.json", *texts)]
+    return [target / each for each in (name, *texts)]
 
 
 def digest(results: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,6 +88,18 @@ def digest(results: Mapping[str, Any]) -> dict[str, Any]:
         row["runs"] = [{key: run[key] for key in OF_A_RUN if key in run} for run in variant["runs"]]
         kept["variants"].append(row)
     return kept
+
+
+def suite_digest(results: Mapping[str, Any]) -> dict[str, Any]:
+    """The results without each run's curve."""
+    tasks = []
+    for task in results["tasks"]:
+        rows = [
+            {**row, "runs": [{key: run[key] for key in run if key != "curve"} for run in row["runs"]]}
+            for row in task["variants"]
+        ]
+        tasks.append({**task, "variants": rows})
+    return {**results, "tasks": tasks}
 
 
 def standing_alone(spec: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Reads what the page shows: results.json from a study folder or a published one, and the files beside it.
+"""Reads what the page shows: results.json from a study folder or a published one, and the files beside it;
+of a suite, suite.json.
 
 Results of older versions of headgate read like those of this one.
 """
@@ -51,6 +52,14 @@ def read_results(source: str | os.PathLike[str]) -> dict[str, Any]:
     results["claims"] = [judged for judged in results["claims"] if judged["verdict"] != "not run"]
     _with_claims_as_judged(results)
     return dict(results)
+
+
+def read_suite(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """The suite.json of a suite's folder or a published one."""
+    source = Path(folder) / "suite.json"
+    if not source.is_file():
+        raise HeadgateError(f"{str(folder)!r} has no suite.json; headgate suite writes one")
+    return files.read_sealed(source)
 
 
 def _with_both_intervals(results: dict[str, Any]) -> None:

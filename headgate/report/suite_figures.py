@@ -88,8 +88,8 @@ def learning_figure(suite: Mapping[str, Any], painter: Painter) -> PageFigure:
 
 
 def _curve(label: str, runs: Sequence[Mapping[str, Any]]) -> Rows:
-    """The mean score at each evaluation that all finished runs have."""
-    curves = [run["curve"] for run in runs if run["state"] == "finished"]
+    """The mean score at each evaluation that all finished runs have; a published suite has no curves."""
+    curves = [run.get("curve", ()) for run in runs if run["state"] == "finished"]
     found = []
     for points in zip(*curves, strict=False):
         scores = [point["score"] for point in points]

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headgate.errors import HeadgateError
-from headgate.files import read_sealed, write_text
+from headgate.files import write_text
 from headgate.report.looks import looks
 from headgate.report.painting import CROWD
+from headgate.report.reading import read_suite
 from headgate.report.shell import render
 from headgate.report.suite_figures import suite_figures, with_family
 
@@ -20,11 +20,8 @@ NAMED = 4
 
 def write_suite_page(folder: str | os.PathLike[str]) -> Path:
     """Write suite.html beside suite.json."""
-    source = Path(folder) / "suite.json"
-    if not source.is_file():
-        raise HeadgateError(f"{str(folder)!r} has no suite.json; headgate suite writes one")
     path = Path(folder) / "suite.html"
-    write_text(path, suite_page(read_sealed(source)))
+    write_text(path, suite_page(read_suite(folder)))
     return path
 
 

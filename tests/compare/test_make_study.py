@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from waiting import HANG
 
+from headgate.compare.suite import suite_tasks
 from headgate.compare.variants import parse_variants
-from headgate.config import Config, load, override
+from headgate.config import Config, SuiteOptions, load, override
+from headgate.data.tasks.contract import TASKS
 from headgate.mechanisms import MECHANISMS
 from headgate.mechanisms.contract import on_shelf
 
@@ -55,6 +57,18 @@ def test_its_commands_name_every_mechanism_and_every_ablation_of_the_papers() ->
             ablated = {(v.mechanism[0].name, v.ablation) for v in variants if v.ablation}
             for name in (*on_shelf("papers"), "near-far"):
                 assert {a for n, a in ablated if n == name} == set(MECHANISMS.get(name).ablations)
+
+
+def test_the_suites_of_the_tasks_name_what_their_tables_need() -> None:
+    shown = make("-n", "tasks").replace("\\\n", "")
+    commands = [shlex.split(line)[1:] for line in shown.splitlines() if "headgate suite" in line]
+    parts = [Path(words[words.index("--out") + 1]).name for words in commands]
+    assert parts == ["all", "pairs", "layer", "window"]
+    for words, part in zip(commands, parts, strict=True):
+        assert f"tables.py --publish {part} runs/tasks/{part}" in shown
+        asked = words[words.index("--tasks") + 1] if "--tasks" in words else ""
+        settings = [word for word in words if word.startswith(("train.", "model."))]
+        assert len(suite_tasks(SuiteOptions(tasks=asked), settings)) == len(asked.split() or TASKS.names())
 
 
 def test_a_part_of_it_runs(tmp_path: Path) -> None:

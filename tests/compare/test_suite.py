@@ -3,20 +3,31 @@
 import json
 import math
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from study_examples import SUITE_OPTIONS, SUITE_SETTINGS, TASK
 
+from headgate import config
+from headgate.cli.studies import report
+from headgate.compare import suite as suite_module
+from headgate.compare import suite_costs
+from headgate.compare.executors.local import LocalExecutor
 from headgate.compare.suite import run_suite, suite_tasks
+from headgate.compare.suite_costs import measure_suite, read_suite_costs
 from headgate.compare.suite_plan import SuitePlan, best_rate, judged_runs, tuning_runs, undecided_runs
-from headgate.compare.suite_results import solved_of, suite_markdown, tokens_to_solve
+from headgate.compare.suite_results import tokens_to_solve
+from headgate.compare.suite_tables import solved_of, suite_markdown
 from headgate.compare.variants import Variant
-from headgate.config import SuiteOptions
+from headgate.config import Config, EngineOptions, SuiteOptions
 from headgate.data.answers import Level, TaskRecord
 from headgate.data.tasks import TASKS
 from headgate.errors import HeadgateError
+from headgate.measure.costs import Speed
+from headgate.recipes import get_recipe
+from headgate.report.suite_figures import suite_figures
 from headgate.report.suite_page import suite_page, write_suite_page
 from headgate.train.folder import IN_FINAL, IN_SUMMARY
 
@@ -45,9 +56,9 @@ def test_a_suite(suite: Path) -> None:
     assert sum(place["tokens"] for place in row["by_distance"]) == 256 * 3
     assert row["to_solve"] == {"median": None, "reached": 0, "of": 1}
     assert task["tokens"] == 3 * 2 * 16
-    config = json.loads((suite / task["name"] / "runs").glob("*/seed-0/config.json").__next__().read_text())
-    assert config["train"]["learning_rate"] == row["rate"]
-    assert config["seed"] == 0
+    trained = json.loads((suite / task["name"] / "runs").glob("*/seed-0/config.json").__next__().read_text())
+    assert trained["train"]["learning_rate"] == row["rate"]
+    assert trained["seed"] == 0
     # Fresh samples in training: no more windows are read than there are.
     assert (
         json.loads((suite / task["name"] / "data/manifest.json").read_text())["splits"][0]["documents"] == 6
@@ -67,11 +78,100 @@ def test_its_tables_and_page(suite: Path) -> None:
     assert command[-len(SUITE_SETTINGS) :] == list(SUITE_SETTINGS)
 
 
-def test_it_resumes_without_training_anew(suite: Path) -> None:
-    before = {path: path.stat().st_mtime_ns for path in suite.rglob("summary.json")}
-    assert len(before) == 3
+def test_it_is_published_in_files_small_enough_to_commit(suite: Path, tmp_path: Path) -> None:
+    report(str(suite), publish=str(tmp_path / "small"))
+    results = results_of(suite)
+    figures = suite_figures(results).values()
+    assert len(list((tmp_path / "small").glob("*.svg"))) == sum(len(figure.views) for figure in figures) > 2
+    assert results_of(tmp_path / "small")["variants"] == results["variants"]
+    before = (tmp_path / "small" / "suite.md").read_bytes()
+    report(str(tmp_path / "small"))  # the page again, from this alone
+    page = (tmp_path / "small" / "suite.html").read_text()
+    assert "Right answers by distance" in page
+    assert "How they learn" not in page
+    assert (tmp_path / "small" / "suite.md").read_bytes() == before
+    with pytest.raises(HeadgateError, match="--against x is for studies"):
+        report(str(suite), against="x")
+
+
+def test_it_resumes_without_training_or_measuring_anew(suite: Path) -> None:
+    made = [*suite.rglob("summary.json"), suite / "costs.json"]
+    before = {path: path.stat().st_mtime_ns for path in made}
+    assert len(before) == 4
     assert run_suite(["full@<b>all</b>"], suite, SUITE_SETTINGS, SUITE_OPTIONS)
-    assert {path: path.stat().st_mtime_ns for path in suite.rglob("summary.json")} == before
+    assert {path: path.stat().st_mtime_ns for path in made} == before
+
+
+def test_the_speed_of_a_step_is_part_of_it(suite: Path) -> None:
+    costs, results = read_suite_costs(suite), results_of(suite)
+    assert costs is not None
+    assert (costs.task, costs.threads) == (results["tasks"][0]["name"], 1)
+    assert results["variants"][0]["speed"]["ratio"] == 1.0
+    assert results["variants"][0]["speed"]["seconds"] == costs.speeds[0].training.seconds > 0
+    assert f"training steps on {costs.task}" in (suite / "suite.md").read_text()
+
+
+def test_on_a_cluster_it_is_measured_where_the_runs_are(
+    suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a process by itself, which an engine starts: here this machine stands in for one."""
+    folder = tmp_path / "suite"
+    shutil.copytree(suite, folder)
+    (folder / "costs.json").unlink()
+    monkeypatch.setattr(suite_module, "make_executor", lambda home, *_: LocalExecutor(home, 1))
+    arguments = (["full@<b>all</b>"], folder, SUITE_SETTINGS, SUITE_OPTIONS)
+    monkeypatch.setattr(suite_module, "measure_suite", None)
+    assert run_suite(*arguments, EngineOptions(on="slurm"))
+    costs = read_suite_costs(folder)
+    assert costs is not None
+    assert [speed.label for speed in costs.speeds] == ["<b>all</b>"]
+    assert (folder / costs.task / "logs" / "costs.txt").is_file()
+    assert results_of(folder)["variants"][0]["speed"]["ratio"] == 1.0
+    without = results_of(folder) | {"costs": None}
+    assert "Speed was not measured" in suite_markdown(without)
+
+
+def test_what_has_no_speed_is_measured_beside_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the task of the longest context, once for each variant, and only if it was trained."""
+    plan = SuitePlan({"short": "", "long": ""}, (Variant.parse("full"),), (0.01,), 1, 1)
+    base = get_recipe("task")
+    for name, context in (("short", 16), ("long", 32)):
+        task = replace(base, train=replace(base.train, context=context))
+        (tmp_path / name).mkdir()
+        config.save(task, tmp_path / name / "config.json")
+    asked: list[list[str]] = []
+
+    def speeds(configs: dict[str, Config], threads: int) -> dict[str, Speed]:
+        assert {each.train.context for each in configs.values()} == {32}
+        asked.append(list(configs))
+        factor = len(asked)
+        return {label: Speed(factor / n, n, n, n) for n, label in enumerate(configs, start=1)}
+
+    monkeypatch.setattr(suite_costs, "training_speeds", speeds)
+
+    def measured(plan: SuitePlan, trained: Sequence[str]) -> dict[str, tuple[float, float]]:
+        config.save(plan, tmp_path / "plan.json")
+        for run in judged_runs(plan, "long", tmp_path / "long"):
+            if run.variant.label in trained:
+                run.folder.mkdir(parents=True, exist_ok=True)
+                (run.folder / "summary.json").touch()
+        measure_suite(tmp_path, lambda words: None)
+        found = read_suite_costs(tmp_path)
+        return {s.label: (s.training.ratio, s.training.seconds) for s in found.speeds} if found else {}
+
+    assert measured(plan, []) == {}
+    assert measured(plan, ["full"]) == {"full": (1, 1)}
+    more = replace(plan, variants=tuple(map(Variant.parse, ("full", "local", "shifted"))))
+    # Seconds are the earlier ones of the first, whatever else the machine does meanwhile.
+    assert measured(more, ["full", "local"]) == {"full": (1, 1), "local": (2, 0.5)}
+    assert measured(more, []) == {"full": (1, 1), "local": (2, 0.5)}
+    assert asked == [["full"], ["full", "local"]]
+    elsewhere = read_suite_costs(tmp_path)
+    assert elsewhere is not None
+    config.save(replace(elsewhere, machine={"processor": "another"}), tmp_path / "costs.json")
+    assert measured(more, ["shifted"]) == {"full": (1, 3), "local": (2, 1.5), "shifted": (3, 1)}
 
 
 @pytest.mark.parametrize(

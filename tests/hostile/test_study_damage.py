@@ -124,18 +124,19 @@ def suite(finished_suite: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize(
-    "name", ["plan.json", "config.json", "judged.json", "data/manifest.json", "summary.json"]
+    "name", ["plan.json", "costs.json", "config.json", "judged.json", "data/manifest.json", "summary.json"]
 )
 def test_a_damaged_suite(name: str, damage: str, suite: Path, finished_suite: Path) -> None:
     before = (finished_suite / "suite.json").read_bytes()
     home = next(path.parent for path in suite.glob("*/config.json"))
     path = {
         "plan.json": suite / name,
+        "costs.json": suite / name,
         "summary.json": next(home.glob("runs/*/*/summary.json")),
     }.get(name, home / name)
     DAMAGES[damage](path)
-    if damage in GONE and name in ("summary.json", "judged.json", "config.json"):
-        return  # trained or judged again, which takes a process
+    if damage in GONE and name in ("summary.json", "judged.json", "config.json", "costs.json"):
+        return  # trained, judged or measured again, which takes a process or gives other digits
     refusal = None
     try:
         assert run_suite(*asked_suite(suite))

@@ -6,14 +6,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from waiting import HANG
 
+from headgate.data.tasks.contract import TASKS as TASK_NAMES
+from headgate.mechanisms import MECHANISMS
 from headgate.report.page import page
-from headgate.report.reading import read_results
+from headgate.report.reading import read_results, read_suite
 
 ROOT = Path(__file__).parents[2]
 STUDY = ROOT / "studies" / "first"
 TABLES = STUDY / "tables.py"
+TASKS = ROOT / "studies" / "tasks"
 
 
 def check(tables: Path) -> subprocess.CompletedProcess[str]:
@@ -21,8 +25,9 @@ def check(tables: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=HANG)
 
 
-def test_the_pages_agree_with_their_results() -> None:
-    assert check(TABLES).stderr == ""
+@pytest.mark.parametrize("tables", [TABLES, TASKS / "tables.py"], ids=["first", "tasks"])
+def test_the_pages_agree_with_their_results(tables: Path) -> None:
+    assert check(tables).stderr == ""
 
 
 def test_a_figure_changed_by_hand_is_found(tmp_path: Path) -> None:
@@ -58,3 +63,34 @@ def test_the_page_is_that_of_the_results() -> None:
     ):
         old, new = (re.findall(part, text, flags=re.DOTALL) for text in (committed, made))
         assert old == new != []
+
+
+def test_a_suite_fills_its_tables(finished_suite: Path, tmp_path: Path) -> None:
+    """Its results are taken without the runs' curves, and a stale table is found and filled."""
+    study, page = tmp_path / "studies" / "tasks", tmp_path / "docs" / "findings" / "tasks.md"
+    study.mkdir(parents=True)
+    page.parent.mkdir(parents=True)
+    tables = Path(shutil.copy(TASKS / "tables.py", study))
+    page.write_text("before\n<!-- table scores -->\n\n| stale |\n\n<!-- end -->\nafter\n", encoding="utf-8")
+    command = [sys.executable, str(tables), "--publish", "all", str(finished_suite)]
+    subprocess.run(command, check=True, timeout=HANG)
+    taken = study / "results" / "all"
+    assert sorted(path.name for path in taken.iterdir()) == ["suite.json", "suite.md"]
+    assert '"curve"' not in (taken / "suite.json").read_text(encoding="utf-8")
+    assert '"curve"' in (finished_suite / "suite.json").read_text(encoding="utf-8")
+    (row,) = re.findall(r"^\| <b>all.*$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert row in (finished_suite / "suite.md").read_text(encoding="utf-8")
+    assert check(tables).returncode == 0
+    page.write_text(
+        page.read_text(encoding="utf-8").replace(row, row.replace("1.00x", "2.00x")), encoding="utf-8"
+    )
+    found = check(tables)
+    assert found.returncode == 1
+    assert "tables of tasks.md are not what the results say" in found.stderr
+
+
+def test_the_table_of_tasks_has_every_mechanism() -> None:
+    suite = read_suite(TASKS / "results" / "all")
+    ours = [n for n in MECHANISMS.names() if MECHANISMS.get(n).__module__.startswith("headgate.mechanisms.")]
+    assert {variant["mechanism"] for variant in suite["variants"]} == set(ours)
+    assert {task["name"] for task in suite["tasks"]} <= set(TASK_NAMES.names())

@@ -56,14 +56,15 @@ def suite() -> dict[str, Any]:
             "label": label,
             "mean_score": None if None in scores else sum(scores) / 2,  # type: ignore[arg-type]
             "solved": sum(score is not None and score >= 0.9 for score in scores),
-            "speed": 1.0,
+            "speed": {"seconds": 0.1, "ratio": 1.0, "low": 0.9, "high": 1.1},
             "parameters": 1000,
         }
         for label, scores in SOLVED.items()
     ]
     found = {"headgate": "1", "solved_at": 0.9, "rates": [0.003, 0.01], "tuning_seeds": 1, "seeds": 2}
     command = ["headgate", "suite", "local", "--out", "here"]
-    return found | {"tasks": tasks, "variants": variants, "command": command}
+    costs = {"task": "copy", "threads": 1, "machine": {}}
+    return found | {"tasks": tasks, "variants": variants, "command": command, "costs": costs}
 
 
 def test_the_answer_counts_what_is_solved() -> None:
@@ -91,6 +92,15 @@ def test_figures_and_table_hold_the_numbers() -> None:
     ends = {row["label"]: [row["low"], row["high"]] for row in rows}
     assert ends == {"full": pytest.approx([0.59, 1.0]), "local": pytest.approx([0.0, 0.7])}
     assert len(score_table(suite())) == 7
+
+
+def test_the_page_says_how_speed_was_measured() -> None:
+    assert "training steps on copy, all mechanisms in turn on 1 thread, relative to full" in suite_page(
+        suite()
+    )
+    without = suite() | {"costs": None}
+    without["variants"] = [variant | {"speed": None} for variant in without["variants"]]
+    assert "Speed was not measured" in suite_page(without)
 
 
 def test_text_stays_text() -> None:

@@ -202,6 +202,26 @@ class DrawnTask(SyntheticTask):
                 yield split, samples
 
 
+class PairsTask(DrawnTask):
+    """A task of keys and their values, of which the value is asked for; its options have these names too."""
+
+    length: int
+    keys: int
+    values: int
+
+    @property
+    def context(self) -> int:
+        return self.length
+
+    @property
+    def words(self) -> Sequence[str]:
+        return numbered(k=self.keys, v=self.values)
+
+    @property
+    def guesses(self) -> int:
+        return self.values
+
+
 def numbered(**counts: int) -> list[str]:
     """k0 k1 ... v0 v1 ... for k=8, v=16."""
     return [f"{letter}{number}" for letter, count in counts.items() for number in range(count)]

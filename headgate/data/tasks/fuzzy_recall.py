@@ -1,13 +1,13 @@
 """fuzzy-recall: in-context recall whose keys and values take several tokens, after MAD (arXiv 2403.17844)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
 from headgate import config
-from headgate.data.tasks.contract import DrawnTask, Samples, SuiteSize, numbered, register_task
+from headgate.data.tasks.contract import PairsTask, Samples, SuiteSize, register_task
 from headgate.data.tasks.draws import Draws
 from headgate.data.tasks.noisy_recall import slots_since
 from headgate.errors import HeadgateError
@@ -15,7 +15,7 @@ from headgate.errors import HeadgateError
 
 @register_task("fuzzy-recall")
 @dataclass(frozen=True)
-class FuzzyRecall(DrawnTask):
+class FuzzyRecall(PairsTask):
     """Keys of several tokens that keep coming back, each with its value, which has several tokens too.
 
     Keys share tokens, so no single token tells which key it is: the tokens before it must be put together
@@ -59,18 +59,6 @@ class FuzzyRecall(DrawnTask):
     def slot(self) -> int:
         """Tokens in a key and its value."""
         return self.key_size + self.value_size
-
-    @property
-    def context(self) -> int:
-        return self.length
-
-    @property
-    def words(self) -> Sequence[str]:
-        return numbered(k=self.keys, v=self.values)
-
-    @property
-    def guesses(self) -> int:
-        return self.values
 
     def draw(self, draws: Draws, rows: np.ndarray) -> Samples:
         count, slots = len(rows), self.length // self.slot

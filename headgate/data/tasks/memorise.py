@@ -1,13 +1,13 @@
 """memorise: pairs that are the same in every sample, after MAD (arXiv 2403.17844)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
 from headgate import config
-from headgate.data.tasks.contract import DrawnTask, Samples, SuiteSize, numbered, register_task
+from headgate.data.tasks.contract import PairsTask, Samples, SuiteSize, register_task
 from headgate.data.tasks.draws import Draws
 from headgate.errors import HeadgateError
 
@@ -17,7 +17,7 @@ TABLE = 3
 
 @register_task("memorise")
 @dataclass(frozen=True)
-class Memorise(DrawnTask):
+class Memorise(PairsTask):
     """Keys, each followed by its value, which is the same in every sample and must be learnt by heart.
 
     A key appears at most once in a sample, so the context does not help: this tests what the weights can
@@ -40,18 +40,6 @@ class Memorise(DrawnTask):
                 "a key for every second token of it"
             )
         self.check_size()
-
-    @property
-    def context(self) -> int:
-        return self.length
-
-    @property
-    def words(self) -> Sequence[str]:
-        return numbered(k=self.keys, v=self.values)
-
-    @property
-    def guesses(self) -> int:
-        return self.values
 
     @property
     def has_distances(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from headgate import config
-from headgate.data.tasks.contract import DrawnTask, Samples, SuiteSize, numbered, register_task
+from headgate.data.tasks.contract import PairsTask, Samples, SuiteSize, numbered, register_task
 from headgate.data.tasks.draws import Draws
 from headgate.errors import HeadgateError
 
@@ -19,7 +19,7 @@ SUCCESSORS = 4
 
 @register_task("needle")
 @dataclass(frozen=True)
-class Needle(DrawnTask):
+class Needle(PairsTask):
     """Filler text that hides key-value pairs at any depth; at the end the keys come again.
 
     The filler is text in a small language that is the same in every sample: each word has four successors,
@@ -56,16 +56,8 @@ class Needle(DrawnTask):
         self.check_size()
 
     @property
-    def context(self) -> int:
-        return self.length
-
-    @property
     def words(self) -> Sequence[str]:
         return numbered(k=self.keys, v=self.values, w=self.filler)
-
-    @property
-    def guesses(self) -> int:
-        return self.values
 
     def draw(self, draws: Draws, rows: np.ndarray) -> Samples:
         count, asked = len(rows), 2 * self.needles

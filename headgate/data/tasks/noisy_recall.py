@@ -7,14 +7,14 @@ from typing import Any, ClassVar
 import numpy as np
 
 from headgate import config
-from headgate.data.tasks.contract import DrawnTask, Samples, SuiteSize, numbered, register_task
+from headgate.data.tasks.contract import PairsTask, Samples, SuiteSize, numbered, register_task
 from headgate.data.tasks.draws import Draws
 from headgate.errors import HeadgateError
 
 
 @register_task("noisy-recall")
 @dataclass(frozen=True)
-class NoisyRecall(DrawnTask):
+class NoisyRecall(PairsTask):
     """Keys that keep coming back, each with its value for this sample, with noise between them.
 
     From its second appearance on, a key's value is asked for. `noisy-recall:clean` leaves the noise out,
@@ -45,16 +45,8 @@ class NoisyRecall(DrawnTask):
         self.check_size()
 
     @property
-    def context(self) -> int:
-        return self.length
-
-    @property
     def words(self) -> Sequence[str]:
         return numbered(k=self.keys, v=self.values, n=self.noise)
-
-    @property
-    def guesses(self) -> int:
-        return self.values
 
     def draw(self, draws: Draws, rows: np.ndarray) -> Samples:
         count, slots = len(rows), self.length // 2

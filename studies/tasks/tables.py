@@ -1,0 +1,217 @@
+"""Fills the tables of docs/findings/tasks.md from the results in the folder beside this file.
+
+    python studies/tasks/tables.py                           # from the results as they are
+    python studies/tasks/tables.py --publish all runs/suite  # take a suite's results first, as one of PARTS
+    python studies/tasks/tables.py --check                   # code 1 if a table is not what its results say
+
+A table stands between `<!-- table NAME -->` and `<!-- end -->`. Figures are kept if the page shows them.
+"""
+
+import argparse
+import functools
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from headgate.compare.suite_tables import (
+    accuracy_cells,
+    markdown_table,
+    score_cells,
+    solve_cells,
+    speed_in_words,
+)
+from headgate.files import write_text
+from headgate.report.publish import publish_suite
+from headgate.report.reading import read_suite
+from headgate.report.suite_page import suite_sentence
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+PAGE = HERE.parents[1] / "docs" / "findings" / "tasks.md"
+PARTS = ("all", "pairs", "layer", "window")
+"""Every mechanism on every task; full attention on more pairs; one layer; windows of several sizes."""
+
+
+class NotRunYet(LookupError):
+    """A table needs results that are not here."""
+
+
+@functools.cache
+def suite(part: str) -> dict[str, Any]:
+    if not (RESULTS / part).is_dir():
+        raise NotRunYet(part)
+    return read_suite(RESULTS / part)
+
+
+def named(task: str) -> Mapping[str, Any]:
+    """A task of the suite of all mechanisms, if any has been judged on it."""
+    for found in suite("all")["tasks"]:
+        if found["name"] == task and any(row["by_distance"] for row in found["variants"]):
+            return dict(found)
+    raise NotRunYet(task)
+
+
+def share(found: Mapping[str, Any]) -> str:
+    """A share of right answers with its interval, cut off at 0 and 1."""
+    if found["mean"] is None:
+        return ""
+    ends = "" if found["low"] is None else f" ({max(0, found['low']):.2f} to {min(1, found['high']):.2f})"
+    return f"{found['mean']:.3f}{ends}"
+
+
+def verdict() -> str:
+    return suite_sentence(suite("all"))
+
+
+def scores() -> str:
+    return markdown_table(*score_cells(suite("all")))
+
+
+def solve() -> str:
+    return markdown_table(*solve_cells(suite("all")))
+
+
+def mqar() -> str:
+    return markdown_table(*accuracy_cells(named("mqar"), "pairs"))
+
+
+def needle() -> str:
+    return markdown_table(*accuracy_cells(named("needle"), "distance"))
+
+
+def recall() -> str:
+    return markdown_table(*accuracy_cells(named("recall"), "distance"))
+
+
+def cost() -> str:
+    """Seconds of a step, and the speed relative to full attention's with its quartiles."""
+    rows = []
+    for variant in sorted(suite("all")["variants"], key=lambda v: -(v["speed"] or {"ratio": 0})["ratio"]):
+        speed, parameters = variant["speed"], variant["parameters"]
+        cells = [variant["label"], "" if parameters is None else f"{parameters:,}"]
+        if speed is not None:
+            cells += [f"{speed['ratio']:.2f}x ({speed['low']:.2f} to {speed['high']:.2f})"]
+            cells += [f"{1000 * speed['seconds']:.0f} ms"]
+        rows.append([*cells, *[""] * (4 - len(cells))])
+    table = markdown_table(["", "parameters", "speed (quartiles)", "a step"], rows)
+    return f"{speed_in_words(suite('all'))}\n\n{table}"
+
+
+def beyond() -> str:
+    """Right answers of full attention and of a window where the window's layers cannot see what is asked."""
+    rows = []
+    for task in suite("all")["tasks"]:
+        model = task["config"]["model"]
+        reach = model["n_layers"] * model["shared_options"]["window"]
+        shares = {row["label"]: right_from(reach, row["by_distance"]) for row in task["variants"]}
+        if shares["full"] and shares["local"]:
+            rows.append([task["name"], f"{task['chance']['accuracy']:.3f}", shares["local"], shares["full"]])
+    return markdown_table(["", "chance", "local", "full"], rows)
+
+
+def right_from(distance: int, by_distance: Sequence[Mapping[str, Any]]) -> str:
+    """The share of right answers from this distance on; empty if there are none."""
+    places = [place for place in by_distance if place["first"] >= distance and place["tokens"]]
+    answers = sum(place["tokens"] for place in places)
+    return f"{sum(place['mean'] * place['tokens'] for place in places) / answers:.3f}" if answers else ""
+
+
+def pairs() -> str:
+    """Each seed by itself: one may learn a task that another does not."""
+    rows = []
+    for task in suite("pairs")["tasks"]:
+        for row in task["variants"]:
+            for run in row["runs"]:
+                solved = run.get("solved")
+                tokens = f"> {task['tokens']:,}" if solved is None else f"{solved:,}"
+                accuracy = f"{run['accuracy']:.4f}" if run["state"] == "finished" else run["state"]
+                rows.append([f"`{asked(task)}`", str(run["seed"]), accuracy, tokens])
+    return markdown_table(["task", "seed", "right answers", "tokens to solve"], rows)
+
+
+def asked(task: Mapping[str, Any]) -> str:
+    """The task as it was asked for, without how many samples it has."""
+    return re.sub(r",(samples|sequences|held_out)=\d+", "", task["source"])
+
+
+def layer() -> str:
+    (task,) = suite("layer")["tasks"]
+    rows = [
+        [row["label"], share(row["accuracy"]), solve_cells(suite("layer"))[1][n][1]]
+        for n, row in enumerate(task["variants"])
+    ]
+    return markdown_table([f"one layer, `{asked(task)}`", "right answers", "thousand tokens to solve"], rows)
+
+
+def window() -> str:
+    parts = []
+    for task in suite("window")["tasks"]:
+        judged = [row for row in task["variants"] if row["by_distance"]]
+        if not judged:
+            continue
+        columns, by_distance = accuracy_cells(task, "distance")
+        known = [n for n in range(1, len(columns)) if any(cells[n] for cells in by_distance)]
+        rows = [
+            [row["label"], share(row["accuracy"]), *(cells[n] for n in known)]
+            for row, cells in zip(judged, by_distance, strict=True)
+        ]
+        parts.append(f"`{asked(task)}`, chance {task['chance']['accuracy']:.3f}, all and by distance:")
+        parts.append(markdown_table(["", "right answers", *(columns[n] for n in known)], rows))
+    return "\n\n".join(parts)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    table.__name__: table
+    for table in (verdict, scores, solve, mqar, needle, recall, cost, beyond, pairs, layer, window)
+}
+
+
+def filled(page: str) -> str:
+    """The page with every table as the results have it."""
+
+    def table(match: re.Match[str]) -> str:
+        try:
+            text = TABLES[match[2]]()
+        except NotRunYet:
+            text = "Not run yet."
+        return f"{match[1]}\n{text}\n\n{match[3]}"
+
+    return re.sub(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", table, page, flags=re.DOTALL)
+
+
+def take(part: str, folder: Path) -> None:
+    """The results of a suite, and of its figures those that the page shows."""
+    page = PAGE.read_text(encoding="utf-8")
+    kept = {"suite.json", "suite.md", *re.findall(rf"results/{part}/([\w-]+\.svg)", page)}
+    shutil.rmtree(RESULTS / part, ignore_errors=True)
+    (RESULTS / part).mkdir(parents=True)
+    with tempfile.TemporaryDirectory() as made:
+        for path in publish_suite(folder, made):
+            if path.name in kept:
+                shutil.copy(path, RESULTS / part / path.name)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--publish", nargs=2, metavar=("PART", "SUITE"), help=f"one of {', '.join(PARTS)}")
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args()
+    if options.publish:
+        part, folder = options.publish
+        if part not in PARTS:
+            parser.error(f"{part!r} is not one of {', '.join(PARTS)}")
+        take(part, Path(folder))
+    page = PAGE.read_text(encoding="utf-8")
+    if options.check and filled(page) != page:
+        sys.exit(f"tables of {PAGE.name} are not what the results say; run studies/tasks/tables.py")
+    write_text(PAGE, filled(page))
+
+
+if __name__ == "__main__":
+    main()
