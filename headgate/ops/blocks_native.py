@@ -131,8 +131,8 @@ refuse_gradient("blocks_native_backward")
 
 def _branch_results(q: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     b, h, t, d = q.shape
-    branches = q.new_empty((2, b, t, h, d)).transpose(2, 3)
-    return q.new_empty((b, t, h, d)).transpose(1, 2), branches, q.new_empty((2, b, h, t))
+    out = q.new_empty((b, t, h, d)).transpose(1, 2)
+    return out, q.new_empty((2, b, h, t, d)), q.new_empty((2, b, h, t))
 
 
 def _set_branches(call: BlocksCall, window: int, branches: Tensor, gates: Tensor) -> None:

@@ -24,6 +24,7 @@ CASES = [
     (1, 2, 2, 33, 33, 128, 1, 5),
     (1, 2, 2, 50, 50, 16, 100, 3),  # no complete block
     (1, 1, 1, 1100, 1100, 16, 32, 3),  # one head in several parts
+    (4, 4, 2, 1050, 1050, 16, 32, 3),  # a part in several strips
 ]
 
 

@@ -37,6 +37,7 @@ struct BlocksCall {
 namespace {
 
 constexpr int64_t ITEMS = 8;  // pieces of work there should be at least
+constexpr int64_t STRIP = 1024;  // queries at a time: what waits beside their tiles stays in a core's cache
 
 // Which branches a tile's keys belong to.
 enum Kind { CHOSEN, WINDOW, BOTH, KINDS };
@@ -72,67 +73,80 @@ struct Strip {
             const int count = int(std::min<int64_t>(BLOCK, size() - first));
             int32_t queries[BLOCK];
             for (int i = 0; i < count; ++i) queries[i] = int32_t(first + i);
-            emit(work, CHOSEN, queries, count, [&](int64_t i) { return std::pair<int64_t, int64_t>(0, own(i)); });
+            emit(work, CHOSEN, 0, queries, count, [&](int32_t i) { return Keys{0, int32_t(own(i))}; });
         }
     }
 
     template <class Work>
     void by_block(const Work& work) const {
-        // Sorted by counting. A block's own queries stand before all others that see it, so the first and the
-        // last key that a query sees of it rise along the list.
-        const int kinds = of.window < 0 ? 1 : KINDS;
-        std::vector<int32_t> first(size_t((own(size() - 1) + 1) * kinds + 1), 0), list;
-        each_choice([&](int64_t, int64_t n, Kind kind) { ++first[n * kinds + kind + 1]; });
+        // Sorted by counting, into a list for each block and kind. A block's own queries stand before all others that
+        // see it, so the first and the last key that a query sees of it rise along the list.
+        const int64_t kinds = of.window < 0 ? 1 : KINDS, blocks = own(size() - 1) + 1;
+        const int64_t in_window = of.window < 0 ? 0 : std::min(blocks, of.window / of.block + 2);
+        const size_t most = size_t(size() * (of.slots + 1 + in_window)), count = size_t(size());
+        std::vector<int32_t> lists(most), ends(count), first(size_t(blocks * kinds + 1), 0);
+        std::vector<uint8_t> is_chosen(size_t(blocks), 0);
+        int32_t* end = lists.data();
+        for (int64_t i = 0; i < size(); ++i) {
+            end = lists_of(i, kinds, is_chosen.data(), end);
+            ends[i] = int32_t(end - lists.data());
+        }
+        for (int32_t at = 0; at < ends.back(); ++at) ++first[lists[at] + 1];
         for (size_t n = 1; n < first.size(); ++n) first[n] += first[n - 1];
-        list.resize(size_t(first.back()));
-        std::vector<int32_t> next(first.begin(), first.end() - 1);
-        each_choice([&](int64_t i, int64_t n, Kind kind) { list[next[n * kinds + kind]++] = int32_t(i); });
+        std::vector<int32_t> next(first.begin(), first.end() - 1), sorted(lists.size());
+        for (int32_t i = 0, at = 0; i < size(); ++i)
+            for (; at < ends[i]; ++at) sorted[next[lists[at]]++] = i;
+        const int32_t origin = int32_t(position(0));
         for (size_t n = 0; n + 1 < first.size(); ++n) {
             const Kind kind = Kind(n % kinds);
-            const int64_t begins = int64_t(n) / kinds * of.block, ends = begins + of.block;
+            const int32_t begins = int32_t(int64_t(n) / kinds * of.block), ends = begins + int32_t(of.block);
+            // How far back a query sees: to the first key where the block is chosen.
+            const int64_t all = position(size());
+            const int32_t reach = int32_t(kind == WINDOW ? std::min(of.window, all) : all);
             for (int at = first[n]; at < first[n + 1]; at += BLOCK)
-                emit(work, kind, list.data() + at, std::min(BLOCK, first[n + 1] - at), [&](int64_t i) {
-                    return std::pair(kind == WINDOW ? std::max(begins, position(i) - of.window) : begins,
-                                     std::min(ends, position(i) + 1));
+                emit(work, kind, begins, sorted.data() + at, std::min(BLOCK, first[n + 1] - at), [&](int32_t i) {
+                    return Keys{std::max(begins, origin + i - reach), std::min(ends, origin + i + 1)};
                 });
         }
     }
 
-    // take(query, block, kind) for all blocks that a query sees, the queries in their order.
-    template <class Take>
-    void each_choice(const Take& take) const {
-        std::vector<uint8_t> is_chosen(size_t(own(size() - 1) + 1), 0);
-        for (int64_t i = 0; i < size(); ++i) {
-            const int64_t* row = of.chosen + of.span.per_query(b, h, begin + i) * of.slots;
-            const int64_t last = own(i);
-            // Blocks from `whole` on are in the window whole, and those from `part` on in part.
-            const int64_t reach = of.window < 0 ? position(i) + 1 : std::max<int64_t>(0, position(i) - of.window);
-            const int64_t part = reach / of.block, whole = (reach + of.block - 1) / of.block;
-            auto choose = [&](int64_t n) {
-                take(i, n, n >= whole && of.window >= 0 ? BOTH : CHOSEN);
-                if (n >= whole) is_chosen[n] = 1;
-            };
-            for (int64_t n = 0; n < of.slots; ++n)
-                if (row[n] >= 0 && row[n] < last) choose(row[n]);
-            choose(last);
-            if (of.window < 0) continue;
-            for (int64_t n = part; n <= last; ++n) {
-                if (!is_chosen[n]) take(i, n, WINDOW);
-                is_chosen[n] = 0;
-            }
+    // Writes down the lists that a query is in, n * kinds + kind for a block n, and returns their end.
+    int32_t* lists_of(int64_t i, int64_t kinds, uint8_t* is_chosen, int32_t* to) const {
+        const int64_t* row = of.chosen + of.span.per_query(b, h, begin + i) * of.slots;
+        const int64_t last = own(i);
+        // Blocks from `whole` on are in the window whole, and those from `part` on in part.
+        const int64_t reach = of.window < 0 ? position(i) + 1 : std::max<int64_t>(0, position(i) - of.window);
+        const int64_t part = reach / of.block, whole = (reach + of.block - 1) / of.block;
+        auto choose = [&](int64_t n) {
+            *to++ = int32_t(n * kinds + (n >= whole ? BOTH : CHOSEN));
+            is_chosen[n] = n >= whole;
+        };
+        for (int64_t n = 0; n < of.slots; ++n)
+            if (row[n] >= 0 && row[n] < last) choose(row[n]);
+        choose(last);
+        for (int64_t n = part; n <= last && of.window >= 0; ++n) {
+            *to = int32_t(n * kinds + WINDOW);
+            to += !is_chosen[n];  // without a branch: whether it is chosen cannot be predicted
+            is_chosen[n] = 0;
         }
+        return to;
     }
 
-    template <class Work, class Keys>
-    static void emit(const Work& work, Kind kind, const int32_t* queries, int count, const Keys& keys_of) {
+    struct Keys {
+        int32_t lo, hi;
+    };
+
+    template <class Work, class KeysOf>
+    HEADGATE_INLINE static void emit(const Work& work, Kind kind, int32_t begins, const int32_t* queries, int count,
+                                     const KeysOf& keys_of) {
         Tile tile;
         tile.kind = kind, tile.count = count;
         Segment& s = tile.segment;
         for (int i = 0; i < count; ++i) {
-            const auto [from, to] = keys_of(queries[i]);
-            tile.query[i] = queries[i], s.lo[i] = int32_t(from), s.hi[i] = int32_t(to);
+            const Keys keys = keys_of(queries[i]);
+            tile.query[i] = queries[i], s.lo[i] = keys.lo, s.hi[i] = keys.hi;
         }
-        s.begin = s.lo[0], s.end = s.hi[count - 1], s.ring = false;
+        s.begin = begins, s.end = s.hi[count - 1], s.ring = false;
         for (int i = count; i < BLOCK; ++i) tile.query[i] = tile.query[count - 1], s.lo[i] = s.hi[i] = s.end;
         if (s.begin < s.end) work(tile);
     }
@@ -309,54 +323,42 @@ struct Backward {
     const SpanCall& call;
     const int64_t b, g;
     float *d_k, *d_v;  // of all keys, and ROWS more; d_k in units of log 2
-    float *q, *d_out, *d_q, *lse, *delta, *gate;  // of all queries of a head, the last three for each branch
+    float *q, *d_out, *d_q;  // of all queries of a strip
+    // Of all queries for each kind of tile: p = exp2(score - shift), weight = p * times, and the score's gradient is
+    // p * (d_weight * times - less).
+    float *shift, *times, *less;
     float *q_rows, *q_lanes, *d_rows, *d_lanes, *fresh, *p, *d_s;  // of a tile
-    float *shift, *less, *times;  // of a tile, for each branch
+    float *shifts, *factors, *losses;  // of a tile
     KeyRows<D> k_rows{nullptr}, v_rows{nullptr};
 
     Backward(const BlocksCall& o, int64_t batch, int64_t group, int64_t queries, float* gradients)
         : of(o), call(o.span), b(batch), g(group) {
-        const size_t n = size_t(queries), all = n * D, tile = BLOCK * D, sums = of.branches() * n;
+        const size_t n = size_t(queries), all = n * D, tile = BLOCK * D, sums = (of.window < 0 ? 1 : KINDS) * n;
         d_k = gradients, d_v = gradients + (call.keys + ROWS) * D;
         Pieces pieces(Scratch::of_thread().floats(3 * all + 3 * Pieces::rounded(sums) + 5 * tile +
-                                                  2 * CHUNK * (BLOCK + D) + 6 * BLOCK));
+                                                  2 * CHUNK * (BLOCK + D) + 3 * BLOCK));
         q = pieces.take(all), d_out = pieces.take(all), d_q = pieces.take(all);
-        lse = pieces.take(sums), delta = pieces.take(sums), gate = pieces.take(sums);
+        shift = pieces.take(sums), times = pieces.take(sums), less = pieces.take(sums);
         q_rows = pieces.take(tile), q_lanes = pieces.take(tile), d_rows = pieces.take(tile);
         d_lanes = pieces.take(tile), fresh = pieces.take(tile);
         p = pieces.take(CHUNK * BLOCK), d_s = pieces.take(CHUNK * BLOCK);
         k_rows = KeyRows<D>(pieces.take(CHUNK * D)), v_rows = KeyRows<D>(pieces.take(CHUNK * D));
-        shift = pieces.take(2 * BLOCK), less = pieces.take(2 * BLOCK), times = pieces.take(2 * BLOCK);
+        shifts = pieces.take(BLOCK), factors = pieces.take(BLOCK), losses = pieces.take(BLOCK);
     }
 
-    void head(const Strip& strip) {
+    void strip(const Strip& strip) {
         const float scale = 1 / std::sqrt(float(D));
         copy_rows<D>(call.q, strip, LOG2E * scale, q);
         copy_rows<D>(call.d_out, strip, 1.0f, d_out);
         std::fill(d_q, d_q + strip.size() * D, 0.0f);
-        for (int branch = 0; branch < of.branches(); ++branch)
-            for (int64_t i = 0; i < strip.size(); ++i) {
-                const View& view = of.window < 0 ? call.out : of.branch_out[branch];
-                const float* out = view.row(b, strip.h, strip.begin + i);
-                vec dot{};
-                for (int d = 0; d < D; d += LANES) dot += load(out + d) * load(d_out + i * D + d);
-                const int64_t from = of.per_query(branch, b, strip.h, strip.begin + i);
-                const int64_t at = branch * strip.size() + i;
-                const float sums = call.lse[from];
-                lse[at] = sums == -__builtin_inff() ? 0.0f : sums * LOG2E, delta[at] = sum(dot);
-                gate[at] = of.window < 0 ? 1.0f : of.gates[from];
-                if (of.window >= 0) of.d_gates[from] = delta[at];
-            }
+        for (int64_t i = 0; i < strip.size(); ++i) per_query(strip, i);
         strip.each([&](const Tile& tile) {
             gather<D>(q, tile, q_lanes, q_rows);
             gather<D>(d_out, tile, d_lanes, d_rows);
-            const int from = tile.kind == WINDOW, to = tile.kind == CHOSEN ? 0 : 1;
-            for (int branch = from; branch <= to; ++branch)
-                for (int i = 0; i < BLOCK; ++i) {
-                    const int64_t at = branch * strip.size() + tile.query[i];
-                    const int lane = (branch - from) * BLOCK + i;
-                    shift[lane] = lse[at], less[lane] = delta[at], times[lane] = gate[at];
-                }
+            for (int i = 0; i < BLOCK; ++i) {
+                const int64_t at = tile.kind * strip.size() + tile.query[i];
+                shifts[i] = shift[at], factors[i] = times[at], losses[i] = less[at];
+            }
             const Segment& segment = tile.segment;
             for (int chunk = segment.begin; chunk < segment.end; chunk += CHUNK)
                 attend(tile, chunk, std::min(CHUNK, segment.end - chunk));
@@ -364,6 +366,32 @@ struct Backward {
         for (int64_t i = 0; i < strip.size(); ++i) {
             float* to = call.d_q.row(b, strip.h, strip.begin + i);
             for (int d = 0; d < D; d += LANES) store(to + d, load(d_q + i * D + d) * scale);
+        }
+    }
+
+    void per_query(const Strip& strip, int64_t i) {
+        for (int branch = 0; branch < of.branches(); ++branch) {
+            const View& view = of.window < 0 ? call.out : of.branch_out[branch];
+            const float* out = view.row(b, strip.h, strip.begin + i);
+            vec dot{};
+            for (int d = 0; d < D; d += LANES) dot += load(out + d) * load(d_out + i * D + d);
+            const int64_t from = of.per_query(branch, b, strip.h, strip.begin + i);
+            const int64_t at = branch * strip.size() + i;
+            const float lse = call.lse[from], delta = sum(dot);
+            shift[at] = lse == -__builtin_inff() ? 0.0f : lse * LOG2E;
+            times[at] = of.window < 0 ? 1.0f : of.gates[from];
+            less[at] = times[at] * delta;
+            if (of.window >= 0) of.d_gates[from] = delta;
+        }
+        if (of.window < 0) return;
+        // What both see has two weights, whose ratio is the same for all keys. The larger one is taken times this,
+        // so that none grows beyond 1.
+        const int64_t chosen = i, window = strip.size() + i, both = 2 * strip.size() + i;
+        shift[both] = std::min(shift[chosen], shift[window]);
+        times[both] = less[both] = 0;
+        for (const int64_t at : {chosen, window}) {
+            const float ratio = exp2(broadcast(shift[both] - shift[at]))[0];
+            times[both] += ratio * times[at], less[both] += ratio * less[at];
         }
     }
 
@@ -376,12 +404,7 @@ struct Backward {
             scores<D, n()>(NoBias(), k, q_lanes, p, seen, segment, lane, chunk);
             for (int r = seen.begin; r < seen.end; r += ROWS)
                 product<n(), D, 1, BLOCK, false>(v + r * D, d_lanes + lane, d_s + r * BLOCK + lane, BLOCK, D);
-            if (of.window < 0)
-                differentiate<n(), 0>(seen, lane);
-            else if (tile.kind != BOTH)
-                differentiate<n(), 1>(seen, lane);
-            else
-                differentiate<n(), 2>(seen, lane);
+            differentiate<n()>(seen, lane);
             clear_rest<n()>(p, seen, lane, keys);
             clear_rest<n()>(d_s, seen, lane, keys);
         });
@@ -394,24 +417,20 @@ struct Backward {
         }
     }
 
-    // Scores become weights, and products with d_out the scores' gradients, for one branch or, where GATES is 2,
-    // the sum of both.
-    template <int N, int GATES>
+    // Scores become weights, and products with d_out the scores' gradients.
+    template <int N>
     HEADGATE_INLINE void differentiate(const Rows& seen, int lane) {
+        vec minus[N], factor[N], loss[N];
+        for (int j = 0; j < N; ++j) {
+            const int at = lane + j * LANES;
+            minus[j] = load(shifts + at), factor[j] = load(factors + at), loss[j] = load(losses + at);
+        }
         for (int r = seen.begin; r < seen.end; ++r)
             for (int j = 0; j < N; ++j) {
-                const int in_row = lane + j * LANES, at = r * BLOCK + in_row;
-                const vec score = load(p + at), d_weight = load(d_s + at);
-                vec weight = exp2(score - load(shift + in_row));
-                if constexpr (GATES > 0) weight *= load(times + in_row);
-                vec d_score = weight * (d_weight - load(less + in_row));
-                if constexpr (GATES > 1) {
-                    const vec other = exp2(score - load(shift + BLOCK + in_row)) * load(times + BLOCK + in_row);
-                    weight += other;
-                    d_score += other * (d_weight - load(less + BLOCK + in_row));
-                }
-                store(p + at, weight);
-                store(d_s + at, d_score);
+                const int at = r * BLOCK + lane + j * LANES;
+                const vec weight = exp2(load(p + at) - minus[j]);
+                store(p + at, weight * factor[j]);
+                store(d_s + at, weight * (load(d_s + at) * factor[j] - loss[j]));
             }
     }
 };
@@ -480,7 +499,8 @@ extern "C" __attribute__((visibility("default"))) void headgate_blocks_forward(
     const headgate::BlocksCall* of) {
     using namespace headgate;
     const SpanCall& call = of->span;
-    const int64_t heads = call.heads(), units = call.batch * heads, parts = parts_for(call, units);
+    const int64_t heads = call.heads(), units = call.batch * heads;
+    const int64_t parts = std::max(parts_for(call, units), (call.queries + STRIP - 1) / STRIP);
     const bool few = !of->summaries && of->window < 0 && call.queries <= FEW;
     for_width(call.width, [&](auto width) {
         constexpr int D = width();
@@ -511,9 +531,10 @@ extern "C" __attribute__((visibility("default"))) void headgate_blocks_backward(
             const int64_t begin = cut(call, item % parts, parts), end = cut(call, item % parts + 1, parts);
             float* gradients = sums + item * size;
             std::fill(gradients, gradients + size, 0.0f);
-            Backward<D> backward(*of, b, g, end - begin, gradients);
-            for (int64_t r = 0; r < call.repeat && begin < end; ++r)
-                backward.head({*of, b, g * call.repeat + r, begin, end});
+            Backward<D> backward(*of, b, g, std::min(STRIP, end - begin), gradients);
+            for (int64_t first = begin; first < end; first += STRIP)
+                for (int64_t r = 0; r < call.repeat; ++r)
+                    backward.strip({*of, b, g * call.repeat + r, first, std::min(first + STRIP, end)});
         });
         parallel_for(pairs, int(call.threads), [&](int64_t pair) {
             const float* in = sums + pair * parts * size;
