@@ -190,7 +190,7 @@ def study_result(folder: Path) -> dict[str, Any]:
 
 def end_orphans(folder: Path) -> None:
     """Runs whose compare is gone end by themselves; wait for that."""
-    for _ in range(600):
+    for _ in range(6000):
         mine = [pid for pid in os.listdir("/proc") if pid.isdecimal() and _works_in(int(pid), folder)]
         if not mine:
             return
