@@ -23,6 +23,7 @@ from headgate.machine import avoid_broken_tiles
 from headgate.mechanisms.contract import (
     MECHANISMS,
     Heads,
+    NoInitialValues,
     Past,
     check_shared_options,
     initialise,
@@ -174,13 +175,16 @@ class Decoder(nn.Module):
         self.config = config
         self.recompute = False
         """Recompute each layer in the backward pass instead of keeping what it needs."""
-        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
-        self.layers = nn.ModuleList(Layer(config, config.layer_mechanism(n)) for n in range(config.n_layers))
+        with NoInitialValues():
+            self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+            self.layers = nn.ModuleList(
+                Layer(config, config.layer_mechanism(n)) for n in range(config.n_layers)
+            )
+            self.norm = RMSNorm(config.d_model, eps=config.norm_eps)
+            if not config.tied_embeddings:
+                self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         used = {MECHANISMS.get(config.layer_mechanism(n).name) for n in range(config.n_layers)}
         self.shares_first_values = any(mechanism.uses_first_values for mechanism in used)
-        self.norm = RMSNorm(config.d_model, eps=config.norm_eps)
-        if not config.tied_embeddings:
-            self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         initialise(self, seed)
 
     def initialise(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
