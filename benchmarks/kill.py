@@ -35,10 +35,11 @@ import headgate
 from headgate import cli, config
 from headgate.compare import study
 from headgate.compare.executors import local, worker
-from headgate.config import Config, RunOptions, StudyOptions
+from headgate.config import Config
 from headgate.data import prepare as preparing
 from headgate.data import shards, workers
 from headgate.data.folder import PrepareState
+from headgate.options import RunOptions, StudyOptions
 from headgate.recipes import get_recipe
 from headgate.train import checkpoint
 from headgate.train.folder import WALL_CLOCK, RunFolder, read_metrics

@@ -13,8 +13,9 @@ import headgate
 from headgate import config
 from headgate.cli import run
 from headgate.compare.variants import Variant, with_ablations
-from headgate.config import Config, MechanismSpec, ModelConfig, parse_mechanisms
+from headgate.config import Config, ModelConfig
 from headgate.errors import HeadgateError
+from headgate.grammar import MechanismSpec, parse_mechanisms
 from headgate.mechanisms import MECHANISMS
 from headgate.recipes import get_recipe
 

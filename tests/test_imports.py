@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "headgate"
 # A room may import itself and those that stand before it on its line.
-BASE = ["errors", "version", "files", "machine", "progress", "registry", "config"]
+BASE = ["errors", "version", "files", "machine", "progress", "registry", "grammar", "config", "options"]
 TRAINED = [*BASE, "recipes", "ops", "mechanisms", "model", "train", "measure"]
 LINES = [
     [*TRAINED, "papers", "compare"],

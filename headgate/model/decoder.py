@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from headgate.config import Config, MechanismSpec, ModelConfig, from_dict, parse_mechanisms, to_dict
+from headgate.config import Config, ModelConfig, from_dict, to_dict
 from headgate.errors import HeadgateError, suggestion
 from headgate.files import kind, named, read_json
+from headgate.grammar import MechanismSpec, parse_mechanisms
 from headgate.machine import avoid_broken_tiles
 from headgate.mechanisms.contract import (
     MECHANISMS,
@@ -391,7 +392,7 @@ def build_model(
 ) -> Decoder:
     """A decoder from a recipe's name or a config, with this mechanism in its layers.
 
-    The mechanism is written as `config.parse_mechanisms` says, just as on the command line; a list is a
+    The mechanism is written as `grammar.parse_mechanisms` says, just as on the command line; a list is a
     pattern that repeats over the layers. Options go to every mechanism of the pattern that has them; one that
     none has is an error.
     """

@@ -13,8 +13,9 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from headgate.config import MOST_LAYERS, MechanismSpec, ModelConfig, RopeScaling, from_dict
+from headgate.config import MOST_LAYERS, ModelConfig, RopeScaling, from_dict
 from headgate.errors import HeadgateError
+from headgate.grammar import MechanismSpec
 from headgate.mechanisms.contract import MECHANISMS, Heads, NoInitialValues, make_options
 
 Family = Literal["qwen", "llama", "mistral", "qwen3_5", "step3p5"]

@@ -13,8 +13,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from headgate.config import Config, MechanismSpec
+from headgate.config import Config
 from headgate.data.loader import DocumentLengths
+from headgate.grammar import MechanismSpec
 from headgate.mechanisms.contract import Mechanism, NoInitialValues
 from headgate.model.decoder import Decoder, Layer
 from headgate.ops.rotary import rotation

@@ -21,10 +21,12 @@ from headgate.compare.results import differences_to, study_results
 from headgate.compare.study import run_study
 from headgate.compare.tables import print_against
 from headgate.compare.variants import Variant, parse_variants, with_ablations
-from headgate.config import Config, MechanismSpec, StudyOptions
+from headgate.config import Config
 from headgate.errors import HeadgateError
+from headgate.grammar import MechanismSpec
 from headgate.measure.costs import crossover, step_seconds
 from headgate.mechanisms.contract import on_shelf
+from headgate.options import StudyOptions
 from headgate.report.reading import read_results
 from headgate.train.evaluate import read_document_losses
 from headgate.train.folder import last_step, read_metrics

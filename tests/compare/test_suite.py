@@ -13,9 +13,9 @@ from headgate.compare.suite import run_suite, suite_tasks
 from headgate.compare.suite_plan import SuitePlan, best_rate, judged_runs, tuning_runs
 from headgate.compare.suite_results import solved_of, suite_markdown, tokens_to_solve
 from headgate.compare.variants import Variant
-from headgate.config import SuiteOptions
 from headgate.data.tasks import TASKS
 from headgate.errors import HeadgateError
+from headgate.options import SuiteOptions
 from headgate.report.suite_page import suite_page, write_suite_page
 from headgate.train.folder import IN_FINAL, IN_SUMMARY
 

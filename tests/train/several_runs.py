@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from headgate import config
-from headgate.config import Config, RunOptions
+from headgate.config import Config
+from headgate.options import RunOptions
 from headgate.train.loop import train
 
 

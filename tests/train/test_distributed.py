@@ -19,8 +19,9 @@ from waiting import HANG, wait_until
 
 import headgate
 from headgate import config
-from headgate.config import Config, RunOptions
+from headgate.config import Config
 from headgate.errors import HeadgateError
+from headgate.options import RunOptions
 from headgate.train import checkpoint
 from headgate.train.distributed import World
 from headgate.train.evaluate import read_document_losses
