@@ -214,7 +214,7 @@ def test_a_study_with_a_file_that_is_not_installed(
 ) -> None:
     """Its runs, in processes of their own, find the file; what is saved names the mechanism, never code."""
     words = ["--recipe", recipe, "--data", str(data), "--out", str(tmp_path / "study"), "--seeds", "1"]
-    run(["compare", f"{mine}:mine:window=2", *words, "--no-cost"])
+    run(["compare", f"{mine}:mine:window=2", *words, "--no-cost", "--no-controls"])
     (folder,) = (tmp_path / "study" / "runs").glob("mine*/seed-0")
     assert json.loads((folder / "config.json").read_text())["model"]["mechanism"] == [
         {"name": "mine", "options": {"window": 2}}
