@@ -28,7 +28,7 @@ def main() -> int:
     from headgate.compare.executors.executor import Executor, make_executor, run_tasks
     from headgate.compare.executors.leases import read_holder
     from headgate.compare.executors.worker import Task, lease_folder, write_task
-    from headgate.config import EngineOptions
+    from headgate.options import EngineOptions
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

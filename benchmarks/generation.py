@@ -16,7 +16,6 @@ processor's own time, which a busy machine disturbs less.
 
 import argparse
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -29,6 +28,7 @@ import torch
 
 import headgate
 from headgate.config import ModelConfig
+from headgate.machine import Peak
 from headgate.model.cache import Cache
 from headgate.model.decoder import Decoder
 from headgate.model.families import tensor_names, write_settings
@@ -203,9 +203,9 @@ def peak(mechanism: str, length: int, chunk: int) -> tuple[int, int]:
     torch.set_num_threads(1)
     decoder = headgate.build_model(replace(get_recipe("small").model, shared_options={}), mechanism)
     filled(decoder, 3)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    above = Peak()
     cache = filled(decoder, length, chunk)
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024, cache.bytes
+    return above.bytes(), cache.bytes
 
 
 def main() -> None:

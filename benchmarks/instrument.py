@@ -36,9 +36,10 @@ from headgate.compare.progress import StudyProgress
 from headgate.compare.statistics import Losses, compare_losses
 from headgate.compare.study import run_study
 from headgate.compare.variants import Variant
-from headgate.config import Config, ModelConfig, RunOptions, StudyOptions, TrainConfig
+from headgate.config import Config, ModelConfig, TrainConfig
 from headgate.data.prepare import Request, prepare
 from headgate.errors import HeadgateError
+from headgate.options import RunOptions, StudyOptions
 from headgate.report.reading import read_results
 from headgate.train.loop import train
 

@@ -32,10 +32,11 @@ import headgate
 from headgate import config
 from headgate.compare import study
 from headgate.compare.executors import worker
-from headgate.config import Config, RunOptions, StudyOptions
+from headgate.config import Config
 from headgate.data import prepare as preparing
 from headgate.data import shards, workers
 from headgate.data.folder import PrepareState
+from headgate.options import RunOptions, StudyOptions
 from headgate.recipes import get_recipe
 from headgate.train import checkpoint
 from headgate.train.folder import WALL_CLOCK, RunFolder, read_metrics
@@ -139,7 +140,7 @@ def study_result(folder: Path) -> dict[str, Any]:
 
 def end_orphans(folder: Path) -> None:
     """Runs whose compare is gone end by themselves; wait for that."""
-    for _ in range(600):
+    for _ in range(6000):
         mine = [pid for pid in os.listdir("/proc") if pid.isdecimal() and _works_in(int(pid), folder)]
         if not mine:
             return

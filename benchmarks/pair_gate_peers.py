@@ -13,18 +13,16 @@ import argparse
 import gc
 import math
 import os
-import resource
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
-from headgate.machine import keep_memory
+from headgate.machine import Peak, keep_memory
 from headgate.ops import pair_gated_attention
 from headgate.ops.native import library
 
@@ -87,12 +85,9 @@ def extra_memory(name: str, length: int, form: str) -> float:
     steps(64, form)[name]()  # libraries and threads, which every later step shares
     step = steps(length, form)[name]
     gc.collect()
-    before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    results = step()
-    peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
-    del results
-    return (int(peak.split()[1]) * 1024 - before) / 2**20
+    peak = Peak()
+    step()
+    return peak.bytes() / 2**20
 
 
 def main() -> None:

@@ -17,13 +17,12 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headgate.machine import keep_memory
+from headgate.machine import Peak, keep_memory
 from headgate.ops import causal_attention, window_attention
 from headgate.ops.native import library
 
@@ -134,15 +133,9 @@ def _peak_growth(shape: tuple[int, int, int, int], window: int | None, backend: 
     small, d_small = make(1, shape[1], 512, shape[3])
     seconds(route, small, d_small)  # what loading and compiling take is not counted
     inputs, d_out = make(*shape)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from what is held now
-    before = _status("VmRSS")
+    peak = Peak()
     seconds(route, inputs, d_out)
-    return (_status("VmHWM") - before) / 1024
-
-
-def _status(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(name))
+    return peak.bytes() / 2**20
 
 
 def table(shape: tuple[int, int, int, int], window: int | None, options: argparse.Namespace) -> None:

@@ -23,13 +23,14 @@ from pathlib import Path
 import torch
 
 from headgate import config, ops
-from headgate.config import Config, RunOptions
+from headgate.config import Config
 from headgate.data.loader import Loader
 from headgate.data.prepare import Request, prepare
 from headgate.data.shards import open_split
 from headgate.machine import keep_memory
 from headgate.model.decoder import Decoder
 from headgate.model.families import write_settings
+from headgate.options import RunOptions
 from headgate.progress import Progress
 from headgate.recipes import get_recipe
 from headgate.train.checkpoint import State

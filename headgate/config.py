@@ -1,168 +1,28 @@
-"""What a run is: frozen dataclasses, strict JSON in and out, dotted overrides, the one grammar of mechanisms.
+"""What a run is: frozen dataclasses, strict JSON in and out, dotted overrides.
 
 Every value is checked against its field's type as it is read, and an unknown key is an error that names the
 closest one, so no misspelt setting is ever silently ignored.
 """
 
 import dataclasses
-import itertools
 import json
 import math
 import os
-import re
 import sys
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 
 from headgate import files
 from headgate.errors import HeadgateError, suggestion
-from headgate.registry import MECHANISMS
+from headgate.grammar import MechanismSpec, literal, parse_mechanisms
 
 T = TypeVar("T")
 MOST_LAYERS, MOST_WIDTH, MOST_TOKENS, MOST_SEQUENCES = 1000, 1 << 24, 1 << 22, 1 << 20
 """Far beyond any model, context or batch; anything larger is a mistake that would be noticed only
 after a long wait."""
-WRITTEN_MECHANISM = re.compile(r"(?:(.+?\.py):)?([^:]*)(?::(.*))?", re.DOTALL)
-
-
-@dataclass(frozen=True)
-class MechanismSpec:
-    """A mechanism's name and the options that differ from its defaults; as text, `name:option=value,...`."""
-
-    name: str
-    """A registered mechanism; `headgate mechanisms` lists them."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of this mechanism; any others come from the model's shared options, then the defaults."""
-
-
-class WrittenMechanism(typing.NamedTuple):
-    """The parts of one mechanism as written: `file.py:name:words`."""
-
-    file: str
-    name: str
-    words: str
-
-    @property
-    def without_file(self) -> str:
-        return ":".join(filter(None, self[1:]))
-
-
-def split_mechanisms(text: str) -> list[WrittenMechanism]:
-    """Split a written mechanism, or a pattern `a+b+c` of them, into its parts."""
-    found = []
-    for part in re.split(r"\+(?=[A-Za-z_./~])", text):  # the + of 1e+3 is followed by a digit
-        matched = WRITTEN_MECHANISM.fullmatch(part.strip())
-        assert matched is not None  # it matches any text
-        file, name, words = matched.groups(default="")
-        if name.endswith(".py") or (file and not name):
-            raise HeadgateError(f"{part!r} names a file but no mechanism in it; write FILE.py:NAME")
-        found.append(WrittenMechanism(file, name.strip(), words))
-    return found
-
-
-def parse_mechanisms(text: str | Iterable[str], *, load_files: bool = True) -> tuple[MechanismSpec, ...]:
-    """The one grammar of mechanisms, in every command and in Python:
-
-    name                  a registered mechanism with its defaults
-    name:option=value     with options, separated by commas
-    name:ablation         with the options of one of its ablations; more options may follow
-    a+b+c                 a pattern that repeats over the layers; each part as above
-    file.py:name          a mechanism in a file that is not installed; the file is run
-    """
-    if not isinstance(text, str):
-        return tuple(spec for part in text for spec in parse_mechanisms(part, load_files=load_files))
-    specs = []
-    for written in split_mechanisms(text):
-        if written.file and load_files:
-            MECHANISMS.require_from_file(written.file, written.name)
-        elif written.file and written.name not in MECHANISMS.names():
-            raise HeadgateError(
-                f"a saved config names {written.file}:{written.name}, but code is run only from files that "
-                f"you name; add --mechanism-file {written.file}, or call headgate.use_file in Python"
-            )
-        specs.append(MechanismSpec(written.name, _mechanism_options(written)))
-    return tuple(specs)
-
-
-def _mechanism_options(written: WrittenMechanism) -> dict[str, Any]:
-    assignments, ablations = split_assignments(written.words)
-    options: dict[str, Any] = {}
-    for ablation in ablations:
-        mechanism = MECHANISMS.get(written.name)
-        if ablation in {f.name for f in dataclasses.fields(mechanism.Options)}:
-            raise HeadgateError(
-                f"option {ablation!r} in {written.without_file!r} has no value; write "
-                f"{written.name}:{ablation}=VALUE"
-            )
-        if ablation not in mechanism.ablations:
-            raise HeadgateError(
-                f"{written.name} has no ablation {ablation!r}; {suggestion(ablation, mechanism.ablations)}"
-            )
-        options |= mechanism.ablations[ablation]
-    for option, value in assignments:
-        if option in options:
-            raise HeadgateError(f"{written.without_file!r} sets {option!r} twice; keep one of them")
-        options[option] = value
-    return options
-
-
-def split_assignments(words: str) -> tuple[list[tuple[str, Any]], list[str]]:
-    """`option=value,word,...` as assignments and bare words; commas inside brackets do not separate."""
-    assignments, bare = [], []
-    for word in filter(None, map(str.strip, re.split(r",(?![^\[]*\])", words))):
-        key, equals, value = word.partition("=")
-        if equals:
-            assignments.append((key.strip(), _literal(value)))
-        else:
-            bare.append(word)
-    return assignments, bare
-
-
-def parse_lengths(text: str, name: str = "lengths") -> tuple[int, ...]:
-    """Context lengths as every command takes them: `1024,4096`; an empty text means none."""
-    parts = [part.strip() for part in text.split(",")] if text else []
-    if not all(part.isdecimal() and len(part) < 16 and int(part) for part in parts):
-        raise HeadgateError(f"{name}={text!r} must be whole numbers above 0, written as 1024,4096")
-    lengths = tuple(map(int, parts))
-    require_distinct(lengths, name)
-    return lengths
-
-
-def require_distinct(values: Sequence[Any], what: str) -> None:
-    twice = next((value for n, value in enumerate(values) if value in values[:n]), None)
-    if twice is not None:
-        raise HeadgateError(f"{what} has {twice!r} twice; leave one out")
-
-
-MOST_SEEDS = 1000
-"""Seeds from here on are for tuning, and are not judged."""
-
-
-def parse_seeds(text: str | int) -> tuple[int, ...]:
-    """`5`: five seeds, judged once. `4..12`: judged after 4, 8 and 12. `4,6,12`: after those."""
-    text = str(text)
-    try:
-        if ".." in text:
-            first, last = (int(part) for part in text.split(".."))
-            looks = (*range(first, min(last, MOST_SEEDS), max(1, first)), last)
-            rising = first < last
-        else:
-            looks = tuple(int(part) for part in text.split(","))
-            rising = all(a < b for a, b in itertools.pairwise(looks))
-    except ValueError:
-        looks, rising = (), False
-    if not looks or not rising or looks[0] < 1:
-        raise HeadgateError(
-            f"seeds={text!r} is not a number of seeds; write 5, or 4..12 to look after 4, 8 and 12"
-        )
-    if looks[-1] > MOST_SEEDS:
-        raise HeadgateError(f"seeds={text!r} is too many; expected at most {MOST_SEEDS}")
-    if len(looks) > 1 and looks[0] < 2:
-        raise HeadgateError(f"seeds={text!r} looks after one seed, which shows nothing; start with 2 or more")
-    return looks
 
 
 @dataclass(frozen=True)
@@ -395,179 +255,6 @@ class Config:
     """Seeds the weights (with each parameter's name) and the order of the data."""
 
 
-@dataclass(frozen=True)
-class RunOptions:
-    """How a run is carried out: what may change when it is resumed, because it does not affect the result."""
-
-    save_every: int | None = None
-    """Save a checkpoint every N steps, in addition to --save-minutes."""
-    save_minutes: float = 10.0
-    """Save a checkpoint after this many minutes; the best evaluation and the last step are always saved."""
-    keep: int = 2
-    """How many of the latest checkpoints to keep, besides the best one."""
-    until: int | None = None
-    """Stop after this step, with a checkpoint; the schedule remains that of the whole run, to be resumed."""
-    log_every: int = 1
-    """Steps between lines of metrics.jsonl."""
-    on_nonfinite: Literal["stop", "skip"] = "stop"
-    """If a loss or gradient is not finite: stop, or skip the step and count it."""
-    recompute: bool = False
-    """Recompute each layer in the backward pass instead of keeping what it needs, so that long sequences
-    fit."""
-    compile: bool = False
-    """Compile the layers with torch.compile."""
-    shard: bool = False
-    """Under torchrun, shard the weights across the processes (FSDP2) instead of copying them (DDP)."""
-    device: str | None = None
-    """A device such as cpu or cuda. Default: the GPU if there is one."""
-    track: tuple[str, ...] = ()
-    """Further places to log metrics: tensorboard, wandb, trackio."""
-
-    def __post_init__(self) -> None:
-        require_at_least(self, 1, "save_every", "keep", "log_every", "until")
-        if not 0 < self.save_minutes < math.inf:
-            raise HeadgateError(f"save_minutes={self.save_minutes} must be above 0 and finite")
-
-
-@dataclass(frozen=True)
-class StudyOptions:
-    """The conditions under which a study compares its variants."""
-
-    recipe: str = "tiny"
-    """A recipe such as tiny, or a config.json."""
-    seeds: str = "3"
-    """How many seeds; each trains every variant. 4..12 looks at the results after 4, 8 and 12 seeds, and
-    trains no more seeds of a variant once its verdict is clear."""
-    tune: int = 0
-    """Trials for each variant over --space, on seeds that are not judged; 0 keeps all as published."""
-    space: str = ""
-    """What to tune, as in train.learning_rate=1e-3..1e-2, or among choices, as in
-    model.rope_theta=[100,10000]; separate several by commas. Default: learning rate, attention_output_rate
-    and rope_theta around the recipe's values, and what a mechanism declares."""
-    published: bool = True
-    """Judge all variants as published too, beside what --tune makes of them."""
-    ladder: str = ""
-    """Multiples of the budget at which the baseline is trained too, as in 0.25,1,4, so that a difference can
-    be priced in compute."""
-    ladder_variants: bool = False
-    """Also train the other variants at those budgets, to see how their differences change."""
-    controls: bool = True
-    """Train two controls, no attention and a short window, which show what the study can tell."""
-    budget: Literal["tokens", "seconds"] = "tokens"
-    """What is equal for all: the tokens of a run, or its seconds as measured before training."""
-    jobs: int | None = None
-    """Runs at once. Default: as many as the cores allow."""
-    threads: int = 1
-    """Threads per run."""
-    lengths: str = ""
-    """Context lengths to measure cost at, as in 1024,4096. Default: 1, 4 and 16 times the training
-    context."""
-    cost: bool = True
-    """Measure speed, memory and decoding, separately from training."""
-    cost_seconds: float = 1.0
-    """Roughly how long a variant's speed is measured at each length, within 5 to 20 rounds."""
-    dry_run: bool = False
-    """Print the expected runs, tokens and hours, and start nothing."""
-    claims: str | None = None
-    """A JSON file of a paper's claims, to show beside what is measured; docs/comparing.md has the format."""
-
-    def __post_init__(self) -> None:
-        require_at_least(self, 1, "jobs", "threads")
-        require_at_least(self, 0, "tune")
-        if self.tune == 1:
-            raise HeadgateError("tune=1 is a single trial, the recipe as it is; give 2 or more, or 0")
-        if self.ladder_variants and not self.ladder:
-            raise HeadgateError("--ladder-variants needs a ladder of budgets; give --ladder 0.25,1,4 as well")
-        if not self.tune and (self.space or not self.published):
-            raise HeadgateError("--space and --no-published are for tuning; give --tune N as well")
-        parse_seeds(self.seeds)
-        if not 0 < self.cost_seconds < math.inf:
-            raise HeadgateError(f"cost_seconds={self.cost_seconds} is no time to measure; it must be above 0")
-        parse_lengths(self.lengths)
-
-
-@dataclass(frozen=True)
-class SuiteOptions:
-    """How the suite compares mechanisms."""
-
-    tasks: str = ""
-    """Tasks, separated by spaces, with options that differ from the suite's: 'mqar markov:order=2'.
-    Default: all."""
-    rates: str = "0.003,0.01,0.03"
-    """Learning rates to try for every variant; with a single one there is no tuning."""
-    tuning_seeds: int = 1
-    """Runs at each learning rate."""
-    seeds: int = 3
-    """Fresh runs at the best learning rate, which are judged."""
-    quick: bool = False
-    """A few tasks, two learning rates: two mechanisms in under ten minutes on two cores."""
-    jobs: int | None = None
-    """Runs at once. Default: as many as there are cores."""
-    cost: bool = True
-    """Measure the speed of every variant, separately from training."""
-
-    def __post_init__(self) -> None:
-        require_at_least(self, 1, "tuning_seeds", "seeds", "jobs")
-
-    @property
-    def learning_rates(self) -> tuple[float, ...]:
-        try:
-            rates = tuple(float(word) for word in self.rates.split(","))
-        except ValueError:
-            rates = ()
-        if not rates or not all(0 < rate < math.inf for rate in rates) or len(set(rates)) < len(rates):
-            raise HeadgateError(f"rates={self.rates!r} must be different numbers above 0; write 0.003,0.01")
-        return rates[:2] if self.quick and self.rates == SuiteOptions.rates else rates
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """Where the runs of a study are carried out, which does not change its results."""
-
-    on: Literal["local", "slurm", "ray"] = "local"
-    """This machine or a cluster; on a cluster the runs continue when this command ends, and the same command,
-    here or elsewhere, picks them up again."""
-    processes: int = 1
-    """Processes per run, one for each of its GPUs, started by torchrun on every node."""
-    nodes: int = 1
-    """Nodes per run, on Slurm or Ray."""
-    shard: bool = False
-    """Split the weights of each run across its processes (FSDP2), for models too large for one GPU."""
-    slurm: str = ""
-    """Settings for Slurm's jobs by their sbatch names, as in partition=gpu,gpus=1,time=120."""
-    ray: str = ""
-    """Resources for each run on Ray, on each of its nodes, as in num_gpus=1,num_cpus=8."""
-    ray_address: str = "auto"
-    """The address of the Ray cluster."""
-
-    def __post_init__(self) -> None:
-        require_at_least(self, 1, "processes", "nodes")
-        engine_settings(self.slurm, "--slurm")
-        for name, value in engine_settings(self.ray, "--ray").items():
-            if not re.fullmatch(r"\d+(\.\d+)?", value):
-                raise HeadgateError(f"--ray {name}={value} is not an amount; write a number of at least 0")
-        given = {"slurm": self.slurm, "ray": self.ray}
-        given["ray-address"] = "" if self.ray_address == EngineOptions.ray_address else self.ray_address
-        for option, text in given.items():
-            engine = option.partition("-")[0]
-            if text and self.on != engine:
-                raise HeadgateError(f"--{option} {text!r} is for --on {engine}, but --on is {self.on}")
-        if not self.ray_address.strip():
-            raise HeadgateError("--ray-address is empty; give the cluster's address, or auto")
-        if self.nodes > 1 and self.on == "local":
-            raise HeadgateError(f"--nodes {self.nodes} needs --on slurm or --on ray, but --on is local")
-        if self.shard and self.nodes * self.processes == 1:
-            raise HeadgateError("--shard splits the weights across processes; give --processes or --nodes")
-
-
-def engine_settings(text: str, option: str) -> dict[str, str]:
-    """`partition=gpu,time=60` by name."""
-    assignments, bare = split_assignments(text)
-    if bare:
-        raise HeadgateError(f"{option} {text!r} has {bare[0]!r} without a value; write NAME=VALUE,...")
-    return {name: str(value) for name, value in assignments}
-
-
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], where: str = "") -> list[str]:
     """What differs between two plain configs, each as `path=before and not now`."""
     found = []
@@ -674,7 +361,7 @@ def override(config: T, assignments: Iterable[str]) -> T:
             node, where = _child(node, key, where), _join(where, key)
         if last not in node and not _is_options(where):
             raise HeadgateError(f"unknown key {path.strip()!r}; {suggestion(last, node)}")
-        value = _literal(text)
+        value = literal(text)
         if last == "mechanism":
             value = _plain(_read_patterns(value, load_files=True))  # the user wrote it, so files may run
         node[last] = value
@@ -699,13 +386,6 @@ def _is_options(where: str) -> bool:
 
 def _join(where: str, key: str) -> str:
     return f"{where}.{key}" if where else key
-
-
-def _literal(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):  # not JSON, a number with too many digits, or nested too deeply
-        return text.strip()
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -17,8 +17,9 @@ import torch
 from filelock import FileLock
 from study_examples import asked, asked_suite, write_claims, write_recipe
 
-from headgate.config import Config, MechanismSpec, ModelConfig, TrainConfig
+from headgate.config import Config, ModelConfig, TrainConfig
 from headgate.data.prepare import Request, prepare
+from headgate.grammar import MechanismSpec
 from headgate.machine import avoid_broken_tiles
 
 # Triton reads it when it is first imported: its kernels then run on the CPU, one operation at a time.

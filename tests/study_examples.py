@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from headgate import config
-from headgate.config import Config, StudyOptions, SuiteOptions
+from headgate.config import Config
+from headgate.options import StudyOptions, SuiteOptions
 
 LABEL = "<b>log</b> & co"
 NAMES = ["dynamic-sparse", f"sparse-geometric:gate=log,hidden=4@{LABEL}"]

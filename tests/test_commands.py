@@ -22,11 +22,12 @@ from test_docs import PAGES, readme_example, written_commands
 
 import headgate
 from headgate import cli, config
-from headgate.config import Config, EngineOptions, ModelConfig, StudyOptions, SuiteOptions
+from headgate.config import Config, ModelConfig
 from headgate.data.tokenizers import make_tokenizer
 from headgate.mechanisms import MECHANISMS
 from headgate.model.convert import convert
 from headgate.model.decoder import Decoder, with_mechanism
+from headgate.options import EngineOptions, StudyOptions, SuiteOptions
 
 MOST = {"train.steps": 2, "train.context": 16, "train.batch_size": 2, "train.evaluate_tokens": 120}
 """Settings that a command may give, and the most that they are here."""

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from headgate import config, files
-from headgate.config import Config, MechanismSpec, ModelConfig
+from headgate.config import Config, ModelConfig
 from headgate.errors import HeadgateError
+from headgate.grammar import MechanismSpec
 from headgate.recipes import RECIPES, get_recipe
 from headgate.registry import Registry
 

@@ -13,8 +13,9 @@ import headgate
 from headgate import config
 from headgate.cli import run
 from headgate.compare.variants import Variant, with_ablations
-from headgate.config import Config, MechanismSpec, ModelConfig, parse_mechanisms
+from headgate.config import Config, ModelConfig
 from headgate.errors import HeadgateError
+from headgate.grammar import MechanismSpec, parse_mechanisms
 from headgate.mechanisms import MECHANISMS
 from headgate.recipes import get_recipe
 
@@ -213,7 +214,7 @@ def test_a_study_with_a_file_that_is_not_installed(
 ) -> None:
     """Its runs, in processes of their own, find the file; what is saved names the mechanism, never code."""
     words = ["--recipe", recipe, "--data", str(data), "--out", str(tmp_path / "study"), "--seeds", "1"]
-    run(["compare", f"{mine}:mine:window=2", *words, "--no-cost"])
+    run(["compare", f"{mine}:mine:window=2", *words, "--no-cost", "--no-controls"])
     (folder,) = (tmp_path / "study" / "runs").glob("mine*/seed-0")
     assert json.loads((folder / "config.json").read_text())["model"]["mechanism"] == [
         {"name": "mine", "options": {"window": 2}}

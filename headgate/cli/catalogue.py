@@ -7,7 +7,7 @@ import textwrap
 from typing import TYPE_CHECKING, get_type_hints
 
 from headgate.cli.shelves import OWN, check_names, imported, listed
-from headgate.config import parse_mechanisms
+from headgate.grammar import parse_mechanisms
 from headgate.registry import MECHANISMS
 
 if TYPE_CHECKING:

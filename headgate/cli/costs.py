@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from headgate.cli.arguments import refuse_given
-from headgate.config import parse_lengths
 from headgate.errors import HeadgateError
+from headgate.options import parse_lengths
 
 
 def bench(

@@ -4,7 +4,7 @@ import sys
 from typing import Any, Literal
 
 from headgate.cli.shelves import check_names
-from headgate.config import RunOptions
+from headgate.options import RunOptions
 
 
 def train(

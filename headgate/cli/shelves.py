@@ -9,8 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from headgate.config import split_mechanisms
 from headgate.errors import HeadgateError, suggestion
+from headgate.grammar import split_mechanisms
 from headgate.recipes import named_config
 from headgate.registry import MECHANISMS
 

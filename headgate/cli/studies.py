@@ -4,8 +4,8 @@ import sys
 from pathlib import Path
 
 from headgate.cli.shelves import check_names
-from headgate.config import EngineOptions, StudyOptions, SuiteOptions
 from headgate.errors import HeadgateError
+from headgate.options import EngineOptions, StudyOptions, SuiteOptions
 
 
 def compare(

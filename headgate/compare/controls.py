@@ -14,7 +14,8 @@ from typing import Any
 
 from headgate.compare.statistics import interval
 from headgate.compare.variants import Variant
-from headgate.config import Config, MechanismSpec
+from headgate.config import Config
+from headgate.grammar import MechanismSpec
 
 WINDOW = 16
 """The short window, in tokens; at most a quarter of the context."""

@@ -16,8 +16,9 @@ from typing import Any
 
 from headgate import config
 from headgate.compare.variants import Variant
-from headgate.config import Config, split_assignments
+from headgate.config import Config
 from headgate.errors import HeadgateError
+from headgate.grammar import split_assignments
 from headgate.mechanisms.contract import MECHANISMS
 
 OWN = "mechanism."

@@ -25,13 +25,14 @@ from headgate.compare.results import main_jobs, main_winners, write_results
 from headgate.compare.space import draw_trials, parse_space
 from headgate.compare.tuning import Tuner
 from headgate.compare.variants import Variant, parse_variants
-from headgate.config import Config, EngineOptions, StudyOptions
+from headgate.config import Config
 from headgate.data.shards import open_split
 from headgate.errors import HeadgateError
 from headgate.machine import cores
 from headgate.measure.costs import CostPlan, device, measure_costs, refuse_lengths, step_seconds
 from headgate.measure.gates import gates_on_passage
 from headgate.measure.skipping import can_skip, gate_skipping
+from headgate.options import EngineOptions, StudyOptions, parse_lengths, parse_seeds
 from headgate.papers.paper import load_paper
 from headgate.recipes import named_config
 from headgate.train.distributed import World
@@ -57,7 +58,7 @@ def run_study(
     base = config.override(named_config(options.recipe), overrides)
     splits = [open_split(data, name) for name in ("train", "val")]
     variants = parse_variants(names, base.model)
-    looks = config.parse_seeds(options.seeds)
+    looks = parse_seeds(options.seeds)
     asked = Study(
         recipe=options.recipe,
         data=describe_data(data, *splits),
@@ -71,7 +72,7 @@ def run_study(
         ladder_variants=options.ladder_variants,
         budget=options.budget,
         threads=options.threads,
-        cost=CostPlan(config.parse_lengths(options.lengths), options.cost_seconds),
+        cost=CostPlan(parse_lengths(options.lengths), options.cost_seconds),
         settings=tuple(overrides),
     )
     check_fit(base, asked.data, *splits)

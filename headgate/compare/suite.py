@@ -39,7 +39,7 @@ from headgate.compare.suite_plan import (
 )
 from headgate.compare.suite_results import JUDGED, read_judged, write_suite
 from headgate.compare.variants import parse_variants
-from headgate.config import Config, EngineOptions, SuiteOptions
+from headgate.config import Config
 from headgate.data.answers import TaskRecord
 from headgate.data.shards import read_manifest
 from headgate.data.tasks.contract import TASKS, DrawnTask, SyntheticTask, parse_task
@@ -47,6 +47,7 @@ from headgate.data.tasks.writing import prepare_task
 from headgate.errors import HeadgateError
 from headgate.machine import cores
 from headgate.mechanisms.contract import MECHANISMS
+from headgate.options import EngineOptions, SuiteOptions
 from headgate.recipes import get_recipe
 from headgate.train.evaluate import evaluate_run
 from headgate.train.folder import last_step

@@ -23,7 +23,8 @@ from headgate.compare.jobs import Job, RunsJobs
 from headgate.compare.progress import StudyProgress
 from headgate.compare.space import Dimension, Trial, draw_beyond, draw_trials, own_dimensions, parse_space
 from headgate.compare.variants import Variant
-from headgate.config import MOST_SEEDS, Config
+from headgate.config import Config
+from headgate.options import MOST_SEEDS
 from headgate.train.folder import read_metrics
 
 RUNGS = (0.25, 0.5, 1.0)

@@ -1,6 +1,6 @@
 """What a study compares: a mechanism, or a pattern of them over the layers, under a label.
 
-Written as everywhere else (`config.parse_mechanisms`); a label of your own may follow after @, as in
+Written as everywhere else (`grammar.parse_mechanisms`); a label of your own may follow after @, as in
 `sparse-geometric:gate=log@log gate`.
 """
 
@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from headgate.config import Config, MechanismSpec, ModelConfig, parse_mechanisms, split_mechanisms
+from headgate.config import Config, ModelConfig
 from headgate.errors import HeadgateError
 from headgate.files import SEAL
+from headgate.grammar import MechanismSpec, parse_mechanisms, split_mechanisms
 from headgate.mechanisms.contract import MECHANISMS, make_options, on_shelf
 
 BASELINE = "full"

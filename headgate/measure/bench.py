@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from headgate.config import require_at_least, require_distinct
+from headgate.config import require_at_least
 from headgate.errors import HeadgateError
 from headgate.files import naming, require_writable, write_text
 from headgate.machine import keep_memory, processor
@@ -27,6 +27,7 @@ from headgate.measure.speed import (
     peer_cases,
     select_cases,
 )
+from headgate.options import require_distinct
 from headgate.progress import table_console
 from headgate.version import __version__
 

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headgate import ops
-from headgate.config import parse_mechanisms, split_mechanisms
 from headgate.errors import HeadgateError, suggestion
+from headgate.grammar import parse_mechanisms, split_mechanisms
 from headgate.machine import Peak, memory
 from headgate.mechanisms import MECHANISMS, Mechanism
 from headgate.mechanisms.contract import Heads, initialise, make_options

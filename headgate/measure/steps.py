@@ -14,7 +14,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from headgate.config import override, parse_mechanisms
+from headgate.config import override
+from headgate.grammar import parse_mechanisms
 from headgate.machine import keep_memory
 from headgate.measure.costs import build, decoding_step, peak_memory, refuse_lengths, training_step
 from headgate.measure.speed import Shape, interleaved, measure, mechanism_cases, ratios

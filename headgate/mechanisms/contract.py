@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from headgate import registry
 from headgate.config import ModelConfig, check_heads, from_dict, require_at_least
@@ -475,9 +476,23 @@ def build_mechanism(
 ) -> Mechanism:
     """A mechanism by itself, initialised, for use in any transformer block."""
     heads = Heads(d_model, n_heads, n_heads if n_kv_heads is None else n_kv_heads, head_dim)
-    mechanism = MECHANISMS.get(name)(heads, make_options(name, options))
+    with NoInitialValues():
+        mechanism = MECHANISMS.get(name)(heads, make_options(name, options))
     initialise(mechanism, seed)
     return mechanism
+
+
+class NoInitialValues(TorchFunctionMode):
+    """The parameters of modules made inside are left as memory is, for `initialise` to fill. On the meta
+    device, where drawing values does nothing, PyTorch would import its compiler for it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            filled = args[0] if args else kwargs["tensor"]
+            if isinstance(filled, nn.Parameter):
+                return filled
+        return func(*args, **kwargs)
 
 
 def initialise(module: nn.Module, seed: int, *, skip: Container[str] = ()) -> None:

@@ -16,13 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from headgate.config import Config, MechanismSpec, ModelConfig, from_dict, parse_mechanisms, to_dict
+from headgate.config import Config, ModelConfig, from_dict, to_dict
 from headgate.errors import HeadgateError, suggestion
 from headgate.files import kind, named, read_json
+from headgate.grammar import MechanismSpec, parse_mechanisms
 from headgate.machine import avoid_broken_tiles
 from headgate.mechanisms.contract import (
     MECHANISMS,
     Heads,
+    NoInitialValues,
     Past,
     check_shared_options,
     initialise,
@@ -174,13 +176,16 @@ class Decoder(nn.Module):
         self.config = config
         self.recompute = False
         """Recompute each layer in the backward pass instead of keeping what it needs."""
-        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
-        self.layers = nn.ModuleList(Layer(config, config.layer_mechanism(n)) for n in range(config.n_layers))
+        with NoInitialValues():
+            self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+            self.layers = nn.ModuleList(
+                Layer(config, config.layer_mechanism(n)) for n in range(config.n_layers)
+            )
+            self.norm = RMSNorm(config.d_model, eps=config.norm_eps)
+            if not config.tied_embeddings:
+                self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         used = {MECHANISMS.get(config.layer_mechanism(n).name) for n in range(config.n_layers)}
         self.shares_first_values = any(mechanism.uses_first_values for mechanism in used)
-        self.norm = RMSNorm(config.d_model, eps=config.norm_eps)
-        if not config.tied_embeddings:
-            self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         initialise(self, seed)
 
     def initialise(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
@@ -387,7 +392,7 @@ def build_model(
 ) -> Decoder:
     """A decoder from a recipe's name or a config, with this mechanism in its layers.
 
-    The mechanism is written as `config.parse_mechanisms` says, just as on the command line; a list is a
+    The mechanism is written as `grammar.parse_mechanisms` says, just as on the command line; a list is a
     pattern that repeats over the layers. Options go to every mechanism of the pattern that has them; one that
     none has is an error.
     """

@@ -13,9 +13,10 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from headgate.config import MOST_LAYERS, MechanismSpec, ModelConfig, RopeScaling, from_dict
+from headgate.config import MOST_LAYERS, ModelConfig, RopeScaling, from_dict
 from headgate.errors import HeadgateError
-from headgate.mechanisms.contract import MECHANISMS, Heads, make_options
+from headgate.grammar import MechanismSpec
+from headgate.mechanisms.contract import MECHANISMS, Heads, NoInitialValues, make_options
 
 Family = Literal["qwen", "llama", "mistral", "qwen3_5", "step3p5"]
 """What can be written; qwen means Qwen2 or Qwen3, mistral also Ministral, whichever the model is."""
@@ -374,7 +375,7 @@ def _attention(config: ModelConfig, layer: int, family: Family) -> _LayerAttenti
             "headgate"
         )
     heads = Heads(config.d_model, config.n_heads, config.n_kv_heads, config.head_dim)
-    with torch.device("meta"):
+    with torch.device("meta"), NoInitialValues():
         mechanism = MECHANISMS.get(spec.name)(heads, options)
     span, gate = mechanism.plain_span(), None
     if family in GATED:

@@ -13,13 +13,14 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from headgate.config import Config, MechanismSpec
+from headgate.config import Config
 from headgate.data.loader import DocumentLengths
-from headgate.mechanisms.contract import Mechanism
+from headgate.grammar import MechanismSpec
+from headgate.mechanisms.contract import Mechanism, NoInitialValues
 from headgate.model.decoder import Decoder, Layer
 from headgate.ops.rotary import rotation
 from headgate.plan.devices import Seconds
-from headgate.plan.memory_trace import NoInitialValues, light_recomputation
+from headgate.plan.memory_trace import light_recomputation
 from headgate.train.evaluate import autocast
 from headgate.train.summary import mechanisms_of, pairs_per_token
 

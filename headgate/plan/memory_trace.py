@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.nn.modules.linear_cross_entropy import (
     _linear_cross_entropy_batch_chunked_accumulator as _loss,
 )
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -273,18 +272,8 @@ def run_pass(
 
 def blank_decoder(model: ModelConfig) -> Decoder:
     """A decoder with shapes only, on the meta device."""
-    with torch.device("meta"), NoInitialValues():
+    with torch.device("meta"):
         return Decoder(model)
-
-
-class NoInitialValues(TorchFunctionMode):
-    """Modules made inside leave the memory as it is. On the meta device drawing values does nothing, but
-    imports a compiler."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__module__", None) == "torch.nn.init":
-            return args[0] if args else (kwargs or {})["tensor"]
-        return func(*args, **(kwargs or {}))
 
 
 class _Recomputed(torch.autograd.Function):

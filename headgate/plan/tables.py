@@ -10,6 +10,7 @@ from rich.table import Table
 from headgate import config
 from headgate.data.shards import open_split
 from headgate.errors import HeadgateError
+from headgate.grammar import parse_mechanisms
 from headgate.mechanisms.contract import on_shelf
 from headgate.plan.devices import CPU, Seconds, find_device
 from headgate.plan.planner import PLAIN, USABLE, Fit, Plan, make_plan, make_plans, with_batch
@@ -185,7 +186,7 @@ def plan_words(
         )
     if table:
         names = [*filter(None, [mechanism]), *mechanisms] or on_shelf("papers")
-        variants = {name: config.parse_mechanisms(name) for name in dict.fromkeys(["full", *names])}
+        variants = {name: parse_mechanisms(name) for name in dict.fromkeys(["full", *names])}
         lengths = contexts or [asked.train.context * factor for factor in (1, 4, 16)]
         plans = make_plans(
             asked,
@@ -203,7 +204,7 @@ def plan_words(
         return
     label = "+".join(spec.name for spec in asked.model.mechanism)
     if mechanism is not None:
-        specs = config.parse_mechanisms(mechanism)
+        specs = parse_mechanisms(mechanism)
         asked, label = replace(asked, model=replace(asked.model, mechanism=specs)), mechanism
     plan = make_plan(asked, find_device(device), count=count, price=price, split=split)
     if as_json:

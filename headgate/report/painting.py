@@ -176,7 +176,8 @@ def finished(chart: Any, rows: Rows, height: int = HEIGHT) -> dict[str, Any]:
         width="container", height=height, autosize={"type": "fit-x", "contains": "padding"}
     )
     # A title that ends with its axis can also use the room below the other axis's labels.
-    spec: dict[str, Any] = sized.configure_axisX(titleAnchor="end").to_dict()
+    # Checking it against Vega-Lite's schema would take most of a page's time; a test does.
+    spec: dict[str, Any] = sized.configure_axisX(titleAnchor="end").to_dict(validate=False)
     spec["datasets"] = {**spec.get("datasets", {}), ROWS: rows}
     return spec
 

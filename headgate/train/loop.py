@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from headgate import config, files, ops
-from headgate.config import Config, RunOptions
+from headgate.config import Config
 from headgate.data.loader import IGNORED, Loader, validation_windows
 from headgate.data.shards import Split, open_split
 from headgate.errors import HeadgateError
@@ -34,6 +34,7 @@ from headgate.machine import keep_memory, memory, memory_peak
 from headgate.model.decoder import Decoder
 from headgate.ops.documents import send_ids
 from headgate.ops.gpu import send
+from headgate.options import RunOptions
 from headgate.progress import Progress, duration
 from headgate.train import checkpoint
 from headgate.train.distributed import World, hold_gradients, join

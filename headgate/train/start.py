@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from headgate import config
-from headgate.config import Config, RunOptions
+from headgate.config import Config
 from headgate.errors import HeadgateError
 from headgate.model.decoder import header_config, model_file, with_mechanism
+from headgate.options import RunOptions
 from headgate.recipes import named_config
 from headgate.train.folder import read_config, read_data
 from headgate.train.loop import train

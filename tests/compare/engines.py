@@ -35,6 +35,8 @@ MpiDefault=none
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 SchedulerParameters=sched_interval=1,sched_min_interval=0
+MessageTimeout=100
+TCPTimeout=100
 NodeName=one,two NodeHostname={host} Port={one},{two} CPUs=1 RealMemory=1000 State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
@@ -93,9 +95,10 @@ def ray_cluster(folder: Path) -> Iterator[Any]:
     """A cluster of a head without processors and two nodes with one each, by Ray's own means for tests: the
     address is its `address`, and a node of it can be removed without ceremony."""
     before = dict(os.environ)
-    # A folder of its own for everything, its address included, and workers that do not stand back behind all
-    # else that the machine does.
+    # A folder of its own for everything, its address included; workers that do not stand back behind all else
+    # that the machine does; and a node that answers late on a busy machine is not dead.
     os.environ |= {"RAY_TMPDIR": str(folder), "RAY_worker_niceness": "0"}
+    os.environ |= {"RAY_health_check_timeout_ms": "120000"}
     (folder / "ray").mkdir(parents=True)
     import ray
     from ray.cluster_utils import Cluster

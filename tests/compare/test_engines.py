@@ -24,8 +24,9 @@ from headgate.compare.executors.leases import read_holder
 from headgate.compare.executors.worker import Task
 from headgate.compare.results import MEASURED
 from headgate.compare.status import study_status
-from headgate.config import Config, EngineOptions
+from headgate.config import Config
 from headgate.errors import HeadgateError
+from headgate.options import EngineOptions
 from headgate.train.folder import last_step
 
 WORDS = ["--seeds", "1", "--no-controls", "--no-cost", "train.steps=6"]

@@ -10,7 +10,8 @@ from headgate.compare.folder import Study
 from headgate.compare.forecast import Pace, forecast, trial_budget
 from headgate.compare.study import run_study
 from headgate.compare.variants import parse_variants
-from headgate.config import Config, StudyOptions
+from headgate.config import Config
+from headgate.options import StudyOptions
 from headgate.train.folder import DataRecord
 
 

@@ -12,10 +12,11 @@ from waiting import HANG
 
 from headgate.compare.suite import suite_tasks
 from headgate.compare.variants import parse_variants
-from headgate.config import Config, SuiteOptions, load, override
+from headgate.config import Config, load, override
 from headgate.data.tasks.contract import TASKS
 from headgate.mechanisms import MECHANISMS
 from headgate.mechanisms.contract import on_shelf
+from headgate.options import SuiteOptions
 
 ROOT = Path(__file__).parents[2]
 SHORT = "train.steps=2 train.warmup_steps=1 train.evaluate_every=2 train.evaluate_tokens=256"

@@ -23,8 +23,8 @@ from headgate.compare.statistics import (
     reaches,
     value_at,
 )
-from headgate.config import parse_seeds
 from headgate.errors import HeadgateError
+from headgate.options import parse_seeds
 
 NAN, INF = math.nan, math.inf
 

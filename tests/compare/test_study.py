@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from study_examples import CLAIM, LABEL, SETTINGS, asked, write_recipe
+from study_examples import CLAIM, LABEL, asked, write_recipe
 from waiting import HANG, wait_until
 
 from headgate.compare import commands as commands_module
@@ -21,10 +21,12 @@ from headgate.compare.results import differences_to, study_results
 from headgate.compare.study import run_study
 from headgate.compare.tables import print_against
 from headgate.compare.variants import Variant, parse_variants, with_ablations
-from headgate.config import Config, MechanismSpec, StudyOptions
+from headgate.config import Config
 from headgate.errors import HeadgateError
+from headgate.grammar import MechanismSpec
 from headgate.measure.costs import crossover, step_seconds
 from headgate.mechanisms.contract import on_shelf
+from headgate.options import StudyOptions
 from headgate.report.reading import read_results
 from headgate.train.evaluate import read_document_losses
 from headgate.train.folder import last_step, read_metrics
@@ -142,39 +144,41 @@ def test_a_finished_study_trains_nothing_again(study: Path, micro: Config, data:
     assert (study / "costs.json").read_text() == costs
 
 
+def begun(study: Path, out: Path, left: list[str]) -> Path:
+    """A copy of the study in which these runs have yet to begin."""
+    shutil.copytree(study, out)
+    for name in left:
+        shutil.rmtree(out / "runs" / name)
+    for name in ("results.json", "results.md"):
+        (out / name).unlink()
+    return out
+
+
 def test_interrupted_and_resumed_it_is_the_same(
     study: Path, micro: Config, data: Path, tmp_path: Path
 ) -> None:
-    out = tmp_path / "study"
+    out = begun(study, tmp_path / "study", left=["full/seed-1", "dynamic-sparse/seed-0"])
     names, _, _, settings, options = asked(out, data)
-    words = [
-        "compare",
-        *names,
-        "--recipe",
-        options.recipe,
-        "--data",
-        str(data),
-        "--out",
-        str(out),
-        "--seeds",
-        "2",
-    ]
+    words = ["compare", *names, "--recipe", options.recipe, "--data", str(data), "--out", str(out)]
     words += [
-        "--no-cost",
-        "--no-controls",
+        "--seeds",
+        options.seeds,
         "--lengths",
         options.lengths,
         "--cost-seconds",
         str(options.cost_seconds),
-        *settings,
     ]
+    words += ["--claims", options.claims, "--no-controls", "--jobs", "1", *settings]
     process = subprocess.Popen(
         [sys.executable, "-m", "headgate", *words],
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
     )
-    wait_until(lambda: any(last_step(run) for run in out.glob("runs/*/*")), process)
+    wait_until(
+        lambda: any(last_step(out / "runs" / run) for run in ("full/seed-1", "dynamic-sparse/seed-0")),
+        process,
+    )
     process.send_signal(signal.SIGSTOP)  # it starts no further run before it is told to stop
     with pytest.raises(HeadgateError, match="is being compared by another process; wait for it or stop it"):
         run_study(names, data, out, settings, options)
@@ -184,9 +188,8 @@ def test_interrupted_and_resumed_it_is_the_same(
     assert process.returncode == 130, errors
     assert "the same command resumes them" in errors
     assert "Traceback" not in errors
-    unfinished = [run for run in out.glob("runs/*/*") if not (run / "summary.json").is_file()]
-    assert unfinished or len(list(out.glob("runs/*/*"))) < 6
-    assert run_study(names, data, out, settings, StudyOptions(**{**vars(options), "cost": False}))
+    assert len(list(out.glob("runs/*/*/summary.json"))) < 6
+    assert run_study(names, data, out, settings, options)
     assert settled(study_results(out), out) == settled(study_results(study), study)
 
 
@@ -201,21 +204,13 @@ def settled(results: dict[str, Any], folder: Path) -> Any:
     return json.loads(json.dumps(strip(results)).replace(str(folder), "STUDY"))
 
 
-def test_a_crash_is_reported_and_the_rest_goes_on(data: Path, micro: Config, tmp_path: Path) -> None:
-    out = tmp_path / "study"
-    broken = out / "runs/local/seed-1"
-    recipe = write_recipe(micro, tmp_path)
-    options = StudyOptions(recipe=str(recipe), seeds="2", cost=False, controls=False)
-    run_study(
-        ["local"],
-        data,
-        out,
-        SETTINGS,
-        StudyOptions(recipe=str(recipe), seeds="1", cost=False, controls=False),
-    )
-    broken.mkdir(parents=True)
+def test_a_crash_is_reported_and_the_rest_goes_on(study: Path, data: Path, tmp_path: Path) -> None:
+    out = begun(study, tmp_path / "study", left=["full/seed-1", "dynamic-sparse/seed-1"])
+    broken = out / "runs/dynamic-sparse/seed-1"
+    names, _, _, settings, options = asked(out, data)
+    broken.mkdir()
     (broken / "notes.txt").write_text("in the way")
-    assert not run_study(["local"], data, out, SETTINGS, options)
+    assert not run_study(names, data, out, settings, options)
     results = read_results(out)
     assert [run["state"] for run in results["variants"][0]["runs"]] == ["finished", "finished"]
     assert [run["state"] for run in results["variants"][1]["runs"]] == ["finished", "failed"]
@@ -225,9 +220,10 @@ def test_a_crash_is_reported_and_the_rest_goes_on(data: Path, micro: Config, tmp
     assert "1 of 2 seeds failed" in (out / "results.md").read_text()
 
     (broken / "notes.txt").unlink()
-    assert run_study(["local", "dynamic-sparse"], data, out, SETTINGS, options)  # repaired, and with one more
+    options = StudyOptions(**{**vars(options), "cost": False})
+    assert run_study([*names, "local"], data, out, settings, options)  # repaired, and with one more
     results = study_results(out)
-    assert [[run["state"] for run in v["runs"]] for v in results["variants"]] == [["finished"] * 2] * 3
+    assert [[run["state"] for run in v["runs"]] for v in results["variants"]] == [["finished"] * 2] * 4
 
 
 def test_a_study_is_not_mixed_with_another(study: Path, micro: Config, data: Path, tmp_path: Path) -> None:

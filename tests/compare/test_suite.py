@@ -21,11 +21,12 @@ from headgate.compare.suite_plan import SuitePlan, best_rate, judged_runs, tunin
 from headgate.compare.suite_results import tokens_to_solve
 from headgate.compare.suite_tables import solved_of, suite_markdown
 from headgate.compare.variants import Variant
-from headgate.config import Config, EngineOptions, SuiteOptions
+from headgate.config import Config
 from headgate.data.answers import Level, TaskRecord
 from headgate.data.tasks import TASKS
 from headgate.errors import HeadgateError
 from headgate.measure.costs import Speed
+from headgate.options import EngineOptions, SuiteOptions
 from headgate.recipes import get_recipe
 from headgate.report.suite_figures import suite_figures
 from headgate.report.suite_page import suite_page, write_suite_page

@@ -15,8 +15,9 @@ from headgate.compare.progress import StudyProgress
 from headgate.compare.space import Dimension, Trial, draw_trials, own_dimensions, parse_space
 from headgate.compare.tuning import RUNGS, TUNING_SEED, Tried, Tuned, Tuner, tuning_results
 from headgate.compare.variants import Variant, parse_variants
-from headgate.config import Config, StudyOptions
+from headgate.config import Config
 from headgate.errors import HeadgateError
+from headgate.options import StudyOptions
 from headgate.train.folder import DataRecord
 
 SPACE = "train.learning_rate=1e-3..1e-1"

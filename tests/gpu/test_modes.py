@@ -1,4 +1,4 @@
-"""Every mechanism through every mode on a GPU that is not there: see absent.py."""
+"""Every mechanism through its modes on a GPU that is not there: see absent.py."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).with_name("modes.py")
 
 
 @pytest.mark.parametrize(("device", "part"), [("cuda", 0), ("cuda", 1), ("mps", None)])
-def test_every_mechanism_passes_every_mode(
+def test_every_mechanism_passes_its_modes(
     device: str, part: int | None, absent_gpu: Callable[[str], Path]
 ) -> None:
     """No mode mixes dtypes under the device's autocast, waits for the device (generation once a token), asks

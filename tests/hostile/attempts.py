@@ -13,11 +13,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from waiting import HANG
 
 from headgate import cli
 
-SECONDS = 120
-"""After which a command counts as hanging; none takes more than two on a machine that is free."""
 OUTSIDE = b"precious\n" * 40
 
 
@@ -42,7 +41,7 @@ def attempt(*words: str | Path) -> Answer:
     out, err = io.StringIO(), io.StringIO()
     before, handler = sys.argv, signal.signal(signal.SIGALRM, hang)
     sys.argv = ["headgate", *map(str, words)]
-    signal.alarm(SECONDS)
+    signal.alarm(int(HANG))
     code = 0
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

@@ -9,7 +9,8 @@ import torch
 from attempts import OUTSIDE, attempt
 
 from headgate import config
-from headgate.config import Config, RunOptions
+from headgate.config import Config
+from headgate.options import RunOptions
 from headgate.train.loop import train
 
 

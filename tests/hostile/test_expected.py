@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from attempts import assert_refused, attempt
+from waiting import HANG
 
 from headgate import config
 from headgate.cli import COMMANDS, main
@@ -36,7 +37,7 @@ def headgate(*words: str | Path, redirect: str = "", **variables: str) -> subpro
         *map(str, words),
     ]
     return subprocess.run(
-        command, capture_output=True, text=True, errors="replace", env=os.environ | variables, timeout=300
+        command, capture_output=True, text=True, errors="replace", env=os.environ | variables, timeout=HANG
     )
 
 

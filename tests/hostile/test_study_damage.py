@@ -29,9 +29,8 @@ READ = (
     f"{RUN}/summary.json",
     f"{RUN}/metrics.jsonl",
     f"{RUN}/documents.safetensors",
-    f"{RUN}/config.json",
-    f"{RUN}/data.json",
 )
+NOT_READ = (f"{RUN}/config.json", f"{RUN}/data.json")
 WRITTEN = ("results.json", "results.md", "report.html")
 GONE = ("missing", "folder", "pipe")
 
@@ -77,23 +76,33 @@ def assert_missing_is_told(folder: Path, name: str) -> None:
         assert "mine" not in json.dumps(found["claims"])
 
 
-@pytest.mark.parametrize("damage", ["flip-3", "deep", *GONE, "link"])  # they are not read
-@pytest.mark.parametrize("name", WRITTEN)
-def test_what_is_written_anew_takes_the_place_of_damage(
-    name: str, damage: str, copied: Path, study: Path
-) -> None:
-    (as_link if damage == "link" else DAMAGES[damage])(copied / name)
-    outside = (copied / name).resolve() if damage == "link" else None
-    before = outside.read_bytes() if outside else b""
+@pytest.mark.parametrize("damage", ["flip-3", "deep", *GONE])
+def test_what_is_not_read_may_be_damaged(damage: str, copied: Path, study: Path) -> None:
+    for name in NOT_READ:
+        DAMAGES[damage](copied / name)
+    assert attempt("report", copied).code == 0
+    assert results(copied) == results(study)
+
+
+@pytest.mark.parametrize("damage", ["flip-3", "deep", "missing", "pipe", "link"])
+def test_what_is_written_anew_takes_the_place_of_damage(damage: str, copied: Path, study: Path) -> None:
+    outside = {}
+    for name in WRITTEN:
+        (as_link if damage == "link" else DAMAGES[damage])(copied / name)
+        if damage == "link":
+            target = (copied / name).resolve()
+            outside[target] = target.read_bytes()
     answer = attempt("report", copied)
-    if damage == "folder":
-        assert_refused(answer, name)
-        return
     assert answer.code == 0, answer.err
     assert results(copied) == results(study)
-    if outside:
-        assert outside.read_bytes() == before
-        assert not (copied / name).is_symlink()
+    assert all((copied / name).is_file() and not (copied / name).is_symlink() for name in WRITTEN)
+    assert {target: target.read_bytes() for target in outside} == outside
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_folder_is_not_written_over(name: str, copied: Path) -> None:
+    DAMAGES["folder"](copied / name)
+    assert_refused(attempt("report", copied), name)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from headgate.cli import run
-from headgate.config import ModelConfig, parse_mechanisms
+from headgate.config import ModelConfig
 from headgate.errors import HeadgateError
+from headgate.grammar import parse_mechanisms
 from headgate.measure.costs import decoding_step
 from headgate.measure.speed import BASELINE, Shape, extra_memory, measure, select_cases, slope
 from headgate.mechanisms import MECHANISMS

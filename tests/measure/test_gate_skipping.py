@@ -9,9 +9,10 @@ import torch
 
 import headgate
 from headgate.cli import run as command
-from headgate.config import Config, MechanismSpec, ModelConfig, TrainConfig
+from headgate.config import Config, ModelConfig, TrainConfig
 from headgate.data.prepare import Request, prepare
 from headgate.errors import HeadgateError
+from headgate.grammar import MechanismSpec
 from headgate.measure.skipping import gate_skipping
 from headgate.train.evaluate import evaluate_run
 from headgate.train.loop import train

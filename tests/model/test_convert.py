@@ -13,8 +13,9 @@ from torch import Tensor
 
 import headgate
 from headgate.cli import run
-from headgate.config import MechanismSpec, ModelConfig
+from headgate.config import ModelConfig
 from headgate.errors import HeadgateError
+from headgate.grammar import MechanismSpec
 from headgate.mechanisms import MECHANISMS
 from headgate.mechanisms.contract import probe
 from headgate.model.convert import convert, read_source

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import headgate
-from headgate.config import MechanismSpec, ModelConfig
+from headgate.config import ModelConfig
 from headgate.errors import HeadgateError
+from headgate.grammar import MechanismSpec
 from headgate.model.decoder import Decoder
 from headgate.ops.rotary import rotate, rotation
 from headgate.recipes import RECIPES, get_recipe

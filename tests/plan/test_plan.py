@@ -11,10 +11,11 @@ import torch
 
 from headgate import cli
 from headgate.compare.variants import Variant
-from headgate.config import Config, MechanismSpec, override
+from headgate.config import Config, override
 from headgate.data.loader import document_lengths
 from headgate.data.shards import open_split
 from headgate.errors import HeadgateError
+from headgate.grammar import MechanismSpec
 from headgate.measure import costs
 from headgate.mechanisms import MECHANISMS
 from headgate.model.decoder import Decoder

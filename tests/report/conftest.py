@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import HANG
 
 from headgate.report.page import write_page
 from headgate.report.reading import read_results
@@ -53,6 +54,17 @@ def browser() -> Iterator[Any]:
     if CHROMIUM is None:
         pytest.skip("no chromium here (Debian: apt install chromium); the page was not opened")
     with sync_api.sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        opened = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox"], timeout=HANG * 1000
+        )
+        make = opened.new_context
+
+        def patient_context(**options: Any) -> Any:
+            """Waits as long as a busy machine takes; by itself it would give up after half a minute."""
+            context = make(**options)
+            context.set_default_timeout(HANG * 1000)
+            return context
+
+        opened.new_context = patient_context
         yield opened
         opened.close()

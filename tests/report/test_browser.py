@@ -33,7 +33,7 @@ class Opened:
         self.page.on("pageerror", lambda error: self.said.append(str(error)))
         self.page.on("request", lambda request: self.asked.append(request.url))
         self.page.goto(report.as_uri())
-        self.page.wait_for_selector("html[data-ready=yes]", timeout=60_000)
+        self.page.wait_for_selector("html[data-ready=yes]")
 
     def marks(self, figure: str, kind: str = "symbol") -> int:
         return int(self.page.locator(f"#chart-{figure} .mark-{kind} path").count())
@@ -135,7 +135,7 @@ def test_a_crowd_in_a_browser(browser: Any, crowd: Path, width: int) -> None:
 
 def test_published_figures_cut_and_overlap_nothing(browser: Any, crowd: Path, tmp_path: Path) -> None:
     publish_study(crowd, tmp_path)
-    page = browser.new_page()
+    page = browser.new_context().new_page()
     labels = [variant["label"] for variant in read_results(crowd)["variants"]]
     for name in ("differences", "answers", "curves-loss-by-tokens", "tradeoff-memory"):
         page.goto((tmp_path / f"{name}.svg").as_uri())

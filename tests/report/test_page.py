@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import altair
 import pytest
 from study_examples import LABEL
 
@@ -80,8 +81,19 @@ def test_a_published_study_is_small_and_has_every_figure(report: Path, tmp_path:
     assert curves.startswith("<svg")
     assert "dynamic-sparse" in curves  # in the legend
     assert "<b>" not in curves  # a label is text here too
+    again = figures(read_results(report.parent))
+    assert {name: figure.views for name, figure in again.items()} == {
+        name: figure.views for name, figure in made.items()
+    }
+
+
+def test_the_figures_are_valid(report: Path) -> None:
+    """By the schema of Vega-Lite, which refuses a misspelt property; each figure of one study that has it."""
+    studies = [report.parent, FINDINGS / "text", FINDINGS / "recall"]
+    made = {name: figure for study in studies[::-1] for name, figure in figures(read_results(study)).items()}
     for figure in made.values():
-        assert figure.views == figures(read_results(report.parent))[figure.name].views
+        for view in figure.views.values():
+            altair.Chart.from_dict(view.spec)
 
 
 def test_a_published_study_has_its_page_again(report: Path, tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def test_in_a_browser(browser: Any, tmp_path: Path, width: int, scheme: str) -> 
     page.on("console", lambda message: said.append(message.text))
     page.on("pageerror", lambda error: said.append(str(error)))
     page.goto(path.as_uri())
-    page.wait_for_selector("html[data-ready=yes]", timeout=60_000)
+    page.wait_for_selector("html[data-ready=yes]")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert page.locator("#chart-by-distance .mark-line path").count() == 2
     page.locator("[data-figure=by-distance][value=copy]").check()

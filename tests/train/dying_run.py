@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from headgate import config
-from headgate.config import Config, RunOptions
+from headgate.config import Config
 from headgate.model.decoder import Decoder
+from headgate.options import RunOptions
 from headgate.train.loop import train
 
 if __name__ == "__main__":

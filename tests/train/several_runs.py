@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from headgate import config
-from headgate.config import Config, RunOptions
+from headgate.config import Config
+from headgate.options import RunOptions
 from headgate.train.loop import train
 
 
@@ -46,5 +47,5 @@ if __name__ == "__main__":
         if "muon" in how:
             asked = replace(asked, train=replace(asked.train, optimizer="muon"))
         with Collectives() as seen:
-            train(asked, data, out, RunOptions(save_every=7, keep=9, shard="shard" in how))
+            train(asked, data, out, RunOptions(save_every=5, keep=9, shard="shard" in how))
         Path(f"{out}.collectives.json").write_text(json.dumps(seen.counts))

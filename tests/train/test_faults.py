@@ -18,9 +18,10 @@ from waiting import HANG, wait_until
 
 import headgate
 from headgate import config
-from headgate.config import Config, RunOptions
+from headgate.config import Config
 from headgate.errors import HeadgateError
 from headgate.model.decoder import Decoder
+from headgate.options import RunOptions
 from headgate.train import checkpoint
 from headgate.train.folder import RunFolder, read_metrics
 from headgate.train.loop import train

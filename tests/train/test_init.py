@@ -10,8 +10,9 @@ from small_runs import changed, repeatable_metrics
 
 import headgate
 from headgate.cli import run as command
-from headgate.config import Config, MechanismSpec
+from headgate.config import Config
 from headgate.errors import HeadgateError
+from headgate.grammar import MechanismSpec
 from headgate.model.convert import convert
 from headgate.model.decoder import Decoder
 from headgate.train import loop

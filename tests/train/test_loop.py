@@ -17,14 +17,16 @@ from small_runs import changed, repeatable_metrics
 from torch import Tensor
 
 import headgate
-from headgate.config import Config, MechanismSpec, RunOptions
+from headgate.config import Config
 from headgate.data.loader import Loader
 from headgate.data.prepare import Request, prepare
 from headgate.data.shards import open_split
 from headgate.errors import HeadgateError
+from headgate.grammar import MechanismSpec
 from headgate.mechanisms import Past
 from headgate.mechanisms.contract import MECHANISMS
 from headgate.mechanisms.full import Full
+from headgate.options import RunOptions
 from headgate.train import checkpoint
 from headgate.train.folder import RunFolder, read_config, read_metrics
 from headgate.train.loop import train

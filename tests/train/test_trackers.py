@@ -12,8 +12,10 @@ from small_runs import changed
 
 from headgate import config
 from headgate.cli import run as command
-from headgate.config import Config, MechanismSpec, RunOptions
+from headgate.config import Config
 from headgate.errors import HeadgateError
+from headgate.grammar import MechanismSpec
+from headgate.options import RunOptions
 from headgate.train.folder import read_config, read_metrics
 from headgate.train.loop import train
 from headgate.train.trackers import flat_values

@@ -11,10 +11,11 @@ from small_runs import changed, repeatable_metrics
 
 import headgate
 from headgate.cli import run as command
-from headgate.config import Config, RunOptions, TrainConfig, from_dict, override, to_dict
+from headgate.config import Config, TrainConfig, from_dict, override, to_dict
 from headgate.data.loader import IGNORED, PackedDocuments, Windows
 from headgate.data.shards import open_split
 from headgate.errors import HeadgateError
+from headgate.options import RunOptions
 from headgate.recipes import get_recipe
 from headgate.train import checkpoint
 from headgate.train.evaluate import evaluate, read_document_losses

@@ -12,8 +12,8 @@ from typing import Protocol
 
 from headgate.compare.executors.leases import Watch, read_holder
 from headgate.compare.executors.worker import STOPPED, Task, lease_folder, write_task
-from headgate.config import EngineOptions, engine_settings
 from headgate.errors import HeadgateError
+from headgate.options import EngineOptions, engine_settings
 
 TRIES = 4
 """How often a run is given again to an engine that loses it: its machine died, or somebody cancelled it."""

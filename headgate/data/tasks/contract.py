@@ -19,6 +19,7 @@ from headgate.data.shards import SPLITS
 from headgate.data.splits import Shares
 from headgate.data.tasks.draws import Draws
 from headgate.errors import HeadgateError
+from headgate.grammar import split_assignments
 from headgate.registry import Registry
 
 LARGEST = 1 << 20
@@ -249,7 +250,7 @@ def parse_task(source: str) -> SyntheticTask | None:
             "for the task"
         )
     task = TASKS.get(name)
-    assignments, bare = config.split_assignments(tail)
+    assignments, bare = split_assignments(tail)
     options: dict[str, Any] = {}
     for word in bare:
         if word not in task.presets:
