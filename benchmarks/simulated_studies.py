@@ -5,7 +5,8 @@
 A simulated study draws losses as D_sd = mu + a_s + b_d + e_sd for every variant and the baseline, over
 documents of very different lengths, and judges them with `headgate.compare.statistics`. Counted are:
 
-- false verdicts: studies without any true difference that call a variant better or worse (at most 5%);
+- false verdicts: studies without any true difference that call a variant better or worse (at most 5%, which
+  an exact binomial test must not refuse at a level of 1%);
 - coverage: how often the interval of a single variant holds the true difference (93% to 97%);
 - power: how often a true difference is shown, beside what `detectable` and `power` predict (within 5 points).
 """

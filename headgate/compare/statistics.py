@@ -2,9 +2,13 @@
 
 A variant is compared with the baseline seed by seed and, where the runs kept them, document by document. The
 quantity is the difference in nats per token over all text like the validation split, so a document counts by
-its tokens: with sums x_sd and y_sd of n_d tokens it is a ratio, whose error follows from its linear form
+its tokens: with a difference D_sd per token and the document's share of all tokens w_d, it is the mean of
+sum_d w_d D_sd over seeds, and
 
-    D_sd = (x_sd - y_sd - mu n_d) / mean(n) = a_s + b_d + e_sd      SE^2 = var_a/S + var_b/N + var_e/(S N)
+    D_sd = mu + a_s + b_d + e_sd      SE^2 = var_a/S + var_b/K + var_e/(S K)      K = 1 / sum_d w_d^2
+
+K is Kish's number of equally long documents. That takes documents of all lengths to vary alike: where short
+ones vary more the error is overstated, where long ones do it is understated.
 
 The variances are those of the two-way analysis of variance; runs and documents each have their own degrees of
 freedom (`Estimate.tail`). Without documents it is the paired t-test over the seeds, which says nothing about
