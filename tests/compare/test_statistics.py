@@ -16,6 +16,7 @@ from headgate.compare.statistics import (
     VariancePart,
     compare_losses,
     detectable_shift,
+    documents_worth,
     interval,
     over_seeds,
     over_seeds_and_documents,
@@ -175,7 +176,8 @@ def test_over_seeds_and_documents_as_worked_by_the_analysis_of_variance() -> Non
     e = np.square(rest).sum() / 15
     assert found.mean == pytest.approx(table.mean())
     assert found.seeds == VariancePart(pytest.approx(a / 24), 3)  # type: ignore[arg-type]
-    assert found.documents == VariancePart(pytest.approx((b - e) / 24), pytest.approx(5))  # type: ignore[arg-type]
+    assert found.documents == VariancePart(pytest.approx(b / 24), pytest.approx(5))  # type: ignore[arg-type]
+    assert found.rest == pytest.approx(e / 24)
     assert found.error**2 == pytest.approx((a + b - e) / 24)
     assert found.components == pytest.approx({"seeds": (a - e) / 6, "documents": (b - e) / 4, "residual": e})
 
@@ -210,6 +212,53 @@ def test_an_error_of_two_parts_has_the_distribution_of_ghosh_and_kim() -> None:
     assert estimate.tail(estimate.half(1e-4)) == pytest.approx(1e-4, rel=1e-6)
     one_part = Estimate(0.02, VariancePart(1e-4, 5), VariancePart(1e-12, 50))
     assert one_part.half(0.05) == pytest.approx(stats.t.ppf(0.975, 5) * 0.01, rel=1e-3)
+
+
+def test_long_documents_count_for_fewer() -> None:
+    """Kish's number, and the variance that its estimate has, by drawing documents of these lengths."""
+    tokens = np.array([1000.0, 500.0, 300.0, *[100.0] * 7])
+    many, df = documents_worth(tokens)
+    assert many == pytest.approx(2500**2 / (1000**2 + 500**2 + 300**2 + 7 * 100**2))
+    assert documents_worth(np.full(12, 7.0)) == (pytest.approx(12), pytest.approx(11))
+    share, draw = tokens / tokens.sum(), np.random.default_rng(0)
+    deviations = draw.normal(0, 1, (200_000, 10))
+    residual = deviations - (deviations @ share)[:, None]
+    squares = np.square(residual) @ share / (many - 1)
+    assert squares.mean() == pytest.approx(1 / many, rel=0.02)  # unbiased for the mean's variance
+    assert 2 * squares.mean() ** 2 / squares.var() == pytest.approx(df, rel=0.03)
+
+
+def test_documents_that_may_not_differ_do_not_vouch_for_the_runs() -> None:
+    seeds, rest = VariancePart(1e-6, 2), 1e-6
+    chance = Estimate(0.01, seeds, VariancePart(1.2e-6, 20), rest)
+    alone = Estimate(0.01, seeds)
+    assert chance.p >= alone.p
+    shown = Estimate(0.01, seeds, VariancePart(3e-6, 20), rest)
+    assert stats.f.sf(3, 20, 40) < 0.05 < stats.f.sf(1.2, 20, 40)
+    assert shown.p < alone.p
+    assert shown.error > chance.error > alone.error
+    below = Estimate(0.01, seeds, VariancePart(0.5e-6, 20), rest)
+    assert (below.p, below.error) == (alone.p, alone.error)
+
+
+def test_what_is_detectable_is_shown_in_four_of_five_studies() -> None:
+    seeds, documents, rest = VariancePart(2e-4, 2), VariancePart(3e-4, 12), 0.5e-4
+    truth, draw = Estimate(0.0, seeds, documents, rest), np.random.default_rng(0)
+    difference = truth.detectable(0.0125)
+    assert truth.power(difference, 0.0125) == pytest.approx(0.8)
+    found = [
+        Estimate(
+            draw.normal(difference, truth.error),
+            VariancePart(2e-4 * draw.chisquare(2) / 2, 2),
+            VariancePart(3e-4 * draw.chisquare(12) / 12, 12),
+            rest,
+        )
+        for _ in range(4000)
+    ]
+    assert np.mean([one.p <= 0.0125 for one in found]) == pytest.approx(0.8, abs=0.02)
+    same_runs = Estimate(0.0, VariancePart(0.0, 2), documents)
+    of_documents = detectable_shift(12, 0.05) * same_runs.error
+    assert same_runs.detectable(0.05) == pytest.approx(of_documents, rel=0.02)
 
 
 def test_the_looks_of_obrien_and_fleming() -> None:
