@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from headgate.compare.executors.nursery import Nursery
+from headgate.compare.executors.nursery import Nursery, can_fork
 from headgate.compare.executors.worker import Task
 
 
@@ -81,7 +81,6 @@ class LocalExecutor:
     def _starter(self, threads: int) -> Nursery | Processes:
         starter = self._starters.get(threads)
         if starter is None or not starter.is_alive:
-            on_linux = sys.platform.startswith("linux")
-            starter = Nursery(self.study, threads) if on_linux else Processes(self.study)
+            starter = Nursery(self.study, threads) if can_fork() else Processes(self.study)
             self._starters[threads] = starter
         return starter

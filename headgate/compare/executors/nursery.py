@@ -22,6 +22,11 @@ PR_SET_PDEATHSIG = 1
 ENDING = (signal.SIGTERM, signal.SIGINT)
 
 
+def can_fork() -> bool:
+    """Whether runs on this machine are forked."""
+    return sys.platform.startswith("linux")
+
+
 class Nursery:
     """The nursery, as the study's process sees it: keys of tasks go in, and come out when their workers
     end."""
@@ -93,7 +98,7 @@ def _begin(parent: int, target: Callable[..., Any], *given: Any) -> None:
 def end_with_parent() -> None:
     """Linux ends a process whose parent is gone; elsewhere an orphan trains on, and its lock keeps others
     out."""
-    if sys.platform.startswith("linux"):
+    if can_fork():
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
