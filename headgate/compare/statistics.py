@@ -297,7 +297,8 @@ def over_seeds_and_documents(sums: "NDArray[np.float64]", tokens: "NDArray[np.fl
     """The mean difference per token from the differences (S,N) of documents' sums and their tokens (N)."""
     import numpy as np
 
-    seeds = len(sums)
+    counted = tokens > 0  # a document may have nothing to predict
+    seeds, sums, tokens = len(sums), sums[:, counted], tokens[counted]
     mean = float(sums.sum() / (seeds * tokens.sum()))
     share = tokens / tokens.sum()
     residual = sums / tokens - mean
@@ -394,7 +395,7 @@ class Pairs:
         """The documents' tokens, if both sides kept the same ones on every seed."""
         mine, others = self.ours.tokens, self.theirs.tokens
         kept = all(seed in side.documents for seed in self.seeds for side in (self.ours, self.theirs))
-        if mine is None or others is None or not kept or len(mine) < 2 or len(mine) != len(others):
+        if mine is None or others is None or not kept or (mine > 0).sum() < 2 or len(mine) != len(others):
             return None
         return mine if bool((mine == others).all()) else None
 

@@ -16,8 +16,8 @@ def suite_markdown(results: Mapping[str, Any]) -> str:
     rates = ", ".join(f"{rate:g}" for rate in results["rates"])
     parts = [
         "# Scores\n",
-        "The share of the way from chance (0) to the optimum (1): mean over the seeds ± half its 95% "
-        f"interval. Each variant at its best of the learning rates {rates} (tuning seeds: "
+        "The share of the way from chance (0) to the optimum (1): mean over the seeds and its 95% interval, "
+        f"cut off at 0 and 1. Each variant at its best of the learning rates {rates} (tuning seeds: "
         f"{results['tuning_seeds']}), judged on fresh seeds ({results['seeds']}) and the test split. "
         f"{speed_in_words(results)}\n",
         markdown_table(*score_cells(results)),
@@ -113,7 +113,8 @@ def score_of(row: Mapping[str, Any]) -> str:
     score, missing = row["score"], [run for run in row["runs"] if run["state"] != "finished"]
     text = "" if score["mean"] is None else f"{score['mean']:.2f}"
     if score["high"] is not None:
-        text += f" ± {score['high'] - score['mean']:.2f}"
+        low, high = min(score["mean"], max(0, score["low"])), min(1, score["high"])
+        text += f" ({low:.2f} to {high:.2f})"
     if row["failures"]:
         text += f"{', ' if text else ''}{len(row['failures'])} failed"
     elif text and missing:

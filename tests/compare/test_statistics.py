@@ -200,6 +200,13 @@ def test_a_document_counts_by_its_tokens() -> None:
     assert without.error < found.error  # two documents are few, and that was not known
 
 
+def test_a_document_with_nothing_to_predict_counts_for_nothing() -> None:
+    rng = np.random.default_rng(0)
+    sums, tokens = rng.normal(size=(4, 5)), np.array([3.0, 8.0, 2.0, 9.0, 4.0])
+    with_empty = over_seeds_and_documents(np.insert(sums, 2, 0.0, 1), np.insert(tokens, 2, 0.0))
+    assert with_empty == over_seeds_and_documents(sums, tokens)
+
+
 def test_an_error_of_two_parts_has_the_distribution_of_ghosh_and_kim() -> None:
     """Their posterior, sampled: true variances given the estimated ones, weighted by the matching prior."""
     estimate = Estimate(0.02, VariancePart(0.3e-4, 2), VariancePart(0.7e-4, 10))
