@@ -32,11 +32,10 @@ demo: $(READY)
 
 include studies/first/study.mk studies/tasks/study.mk
 
-# One worker more than there are cores, since some tests wait; `make test TESTS="tests/ops -k window"` runs a part.
+# A worker a core; `make test TESTS="tests/ops -k window"` runs a part.
 TESTS ?=
-WORKERS ?= $(shell $(PYTHON) -c "import os; print((os.cpu_count() or 1) + 1)")
 test: $(READY)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(TESTS)
+	$(BIN)/python -m pytest -n logical --dist worksteal $(TESTS)
 
 # For a machine with a GPU: everything tried and timed within ten minutes. Writes gpu-report.md, one page, and
 # gpu-report.json. Without a GPU it says so and ends with code 2.
