@@ -30,7 +30,7 @@ demo: $(READY)
 		--no-controls train.document_tokens=65536
 	$(BIN)/python examples/demo/closing.py $(DEMO)
 
-include studies/first/study.mk studies/tasks/study.mk
+include studies/first/study.mk studies/second/study.mk studies/tasks/study.mk
 
 # A worker a core; `make test TESTS="tests/ops -k window"` runs a part.
 TESTS ?=

@@ -97,8 +97,8 @@ class StudyOptions:
     recipe: str = "tiny"
     """A recipe such as tiny, or a config.json."""
     seeds: str = "3"
-    """How many seeds; each trains every variant. 4..12 looks at the results after 4, 8 and 12 seeds, and
-    trains no more seeds of a variant once its verdict is clear."""
+    """How many seeds, from the recipe's own on; each trains every variant. 4..12 looks at the results after
+    4, 8 and 12 seeds, and trains no more seeds of a variant once its verdict is clear."""
     tune: int = 0
     """Trials for each variant over --space, on seeds that are not judged; 0 keeps all as published."""
     space: str = ""

@@ -40,6 +40,11 @@ Winners = Mapping[str, Trial]
 """The trial that won the tuning, by label."""
 
 
+def judged_seeds(base: Config, count: int) -> range:
+    """The first `count` seeds that variants are judged by: the recipe's own and those after it."""
+    return range(base.seed, base.seed + count)
+
+
 @dataclass(frozen=True)
 class Study:
     """What is compared, and under which conditions."""
@@ -50,7 +55,7 @@ class Study:
     variants: tuple[Variant, ...]
     """The first is the baseline."""
     seeds: int
-    """How many at most; every variant is trained with each of 0, 1, 2, ..."""
+    """How many at most; every variant is trained with each, from the recipe's `seed` on."""
     looks: tuple[int, ...] = ()
     """Planned numbers of seeds to judge at, the last being `seeds`; empty for a single look at the end."""
     looked: Mapping[str, int] = field(default_factory=dict)
@@ -194,7 +199,7 @@ class StudyFolder:
         chosen = study.variants if study.ladder_variants else study.variants[:1]
         found: dict[float, list[Job]] = {}
         for multiple in study.ladder:
-            for seed in range((study.looks or (study.seeds,))[0]):
+            for seed in judged_seeds(base, (study.looks or (study.seeds,))[0]):
                 for variant in chosen:
                     if multiple == 1:
                         job = self.judged(study, base, variant, seed, winners)
@@ -213,7 +218,7 @@ class StudyFolder:
         """The judged runs, seed by seed, so that an unfinished study has whole comparisons."""
         return [
             self.judged(study, base, variant, seed, winners)
-            for seed in range(seeds)
+            for seed in judged_seeds(base, seeds)
             for variant in study.variants
         ]
 

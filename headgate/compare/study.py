@@ -15,7 +15,7 @@ from headgate import config, files
 from headgate.compare.claims import check_variants
 from headgate.compare.controls import with_controls
 from headgate.compare.executors.executor import make_executor, run_alone
-from headgate.compare.folder import PUBLISHED, TUNED, Study, StudyFolder, Winners
+from headgate.compare.folder import PUBLISHED, TUNED, Study, StudyFolder, Winners, judged_seeds
 from headgate.compare.forecast import Pace, forecast, past_speeds, print_forecast, start_seconds
 from headgate.compare.jobs import Job, JobRunner, RunsJobs, failure
 from headgate.compare.judging import undecided
@@ -175,7 +175,7 @@ class Phases:
         if not controls or not self.study.published:
             return []
         self.progress.phase("controls")
-        seeds = range((self.study.looks or (self.study.seeds,))[0])
+        seeds = judged_seeds(self.base, (self.study.looks or (self.study.seeds,))[0])
         chosen = [self.study.variants[0], *controls]
         jobs = [self._judged(variant, seed) for seed in seeds for variant in chosen]
         return self.runner.run(jobs, self.progress)
@@ -197,7 +197,8 @@ class Phases:
             if not left:
                 self.progress.note(f"decided after {looks[number - 1]} seeds")
                 break
-            jobs = [self._judged(variant, seed, winners) for seed in range(seeds) for variant in left]
+            numbers = judged_seeds(self.base, seeds)
+            jobs = [self._judged(variant, seed, winners) for seed in numbers for variant in left]
             failed = self.runner.run(jobs, self.progress)
             if self.study.looked.get(kind, 0) <= number:
                 self._note(replace(self.study, looked={**self.study.looked, kind: number + 1}))

@@ -168,7 +168,7 @@ class Tuner:
                 self.study,
                 self.base,
                 changed,
-                TUNING_SEED + seed,
+                self.base.seed + TUNING_SEED + seed,
                 f"tuning/trial-{trial.number}",
                 (*settings, *cheap),
                 until=until,

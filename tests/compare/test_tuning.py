@@ -136,6 +136,15 @@ def test_halving_resumes_and_finds_each_its_best(tuner: Callable[..., Tuner]) ->
     assert all(f"seed-{TUNING_SEED}" in str(folder) for folder in executor.steps)
 
 
+def test_seeds_begin_with_the_recipes_own(tuner: Callable[..., Tuner]) -> None:
+    executor, mine = Pretence(valley), tuner(None)
+    fresh = Tuner(mine.folder, mine.study, replace(mine.base, seed=100), executor, mine.progress)
+    fresh.tune()
+    assert all(f"seed-{100 + TUNING_SEED}" in str(folder) for folder in executor.steps)
+    judged = mine.folder.jobs(mine.study, fresh.base, 2)
+    assert [job.seed for job in judged] == [100, 100, 101, 101]
+
+
 @pytest.mark.parametrize("most", [1, 7, 17, 20, 24])
 def test_interrupted_anywhere_it_finds_the_same_winner(tuner: Callable[..., Tuner], most: int) -> None:
     truth = tuner(Pretence(valley)).tune()
