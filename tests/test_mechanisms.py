@@ -665,7 +665,7 @@ def test_every_mechanism_stands_on_a_shelf() -> None:
             "sinks",
             "value-residual",
         ],
-        "own": ["near-far", "output-gated-example"],
+        "own": ["near-far", "output-gated-example", "short-path"],
     }
     with pytest.raises(HeadgateError, match="'full' is already registered"):
         headgate.mechanisms.register("full")(type("Another", (Mechanism,), {}))

@@ -10,6 +10,7 @@ from headgate.ops.delta import gated_delta
 from headgate.ops.dispatch import explain, paths_taken
 from headgate.ops.documents import document_starts
 from headgate.ops.pair_gate.op import pair_gated_attention
+from headgate.ops.short import short_convolution
 from headgate.ops.span.op import (
     attention,
     biased_attention,
@@ -45,6 +46,7 @@ __all__ = [
     "pair_gated_attention",
     "paths_taken",
     "selection_recall",
+    "short_convolution",
     "span_attention",
     "strided_attention",
     "top_k_attention",

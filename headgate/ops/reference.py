@@ -179,3 +179,14 @@ def combiner_attention(q: Tensor, k: Tensor, v: Tensor, *, block: int) -> Tensor
     earlier = torch.arange(n, device=q.device) < i // block
     keys, values = torch.cat([k, summary_k], 2), torch.cat([v, summary_v], 2)
     return attend(logits(q, keys), torch.cat([own, earlier], -1), q, values)[0]
+
+
+def short_convolution(t: Tensor, taps: Tensor, starts: Tensor | None, queries: int) -> Tensor:
+    """One matrix of T x T for each tap, with a 1 where the token that many before is the same document's."""
+    j = torch.arange(t.shape[2], device=t.device)
+    of_heads = t.repeat_interleave(taps.shape[1] // t.shape[1], 1)
+    same = torch.ones_like(j, dtype=torch.bool) if starts is None else j >= starts[:, None, :, None]
+    shifts = [((j[:, None] - j == c) & same).to(t.dtype) for c in range(taps.shape[0])]
+    whole = sum(tap[:, None] * (shift @ of_heads) for tap, shift in zip(taps, shifts, strict=True))
+    assert isinstance(whole, Tensor)
+    return whole[:, :, t.shape[2] - queries :]

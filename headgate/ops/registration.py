@@ -22,20 +22,25 @@ MEMORY: dict[Any, Memory] = {}
 
 
 def register(name: str, schema: str, memory: Memory, fill: Callable[..., None]) -> Any:
-    """The op `headgate::name`, whose results `memory(*args)` allocates and `fill(*args, *results)` computes.
-    Under tracing, `memory` alone gives their shapes and strides."""
+    """The op `headgate::name`, whose results `memory(*args)` allocates and `fill(*args, *results)` computes;
+    a schema of one Tensor returns it by itself. Under tracing, `memory` alone gives shapes and strides."""
+    alone = schema.endswith("-> Tensor")
 
-    def run(*args: Any) -> tuple[Any, ...]:
+    def run(*args: Any) -> Any:
         results = memory(*args)
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):  # an op chooses the dtypes inside it itself
             fill(*args, *results)
-        return results
+        return results[0] if alone else results
+
+    def shapes(*args: Any) -> Any:
+        results = memory(*args)
+        return results[0] if alone else results
 
     LIBRARY.define(name + schema)
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"headgate::{name}", memory, lib=LIBRARY)
+    torch.library.register_fake(f"headgate::{name}", shapes, lib=LIBRARY)
     op = getattr(torch.ops.headgate, name).default
-    MEMORY[op] = memory
+    MEMORY[op] = shapes
     return op
 
 

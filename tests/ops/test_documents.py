@@ -65,6 +65,10 @@ OPS: dict[str, tuple[Callable[..., Any], dict[str, tuple[int, ...]]]] = {
     "compressed": (lambda q, k, v, **o: ops.compressed_attention(q, k, v, block=8, **o), {}),
     "strided": (lambda q, k, v, **o: ops.strided_attention(q, k, v, window=9, stride=4, **o), {}),
     "windows": (lambda q, k, v, **o: ops.windows_attention(q, k, v, [5, 90], **o), {}),
+    "short": (
+        lambda q, k, v, **o: q + ops.short_convolution(k * v, drawn(3, H, v.shape[3], seed=6), **o),
+        {},
+    ),
     "delta": (
         lambda q, k, v, decay, **o: ops.gated_delta(
             torch.nn.functional.normalize(q, dim=-1),
