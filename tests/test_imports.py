@@ -103,7 +103,8 @@ def test_no_two_things_share_a_name() -> None:
             continue
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
-                home = "ops" if twin and node.name.endswith(("_attention", "_convolution")) else str(path.relative_to(ROOT))
+                of_op = twin and node.name.endswith(("_attention", "_convolution"))
+                home = "ops" if of_op else str(path.relative_to(ROOT))
                 homes.setdefault(node.name, set()).add(home)
     for name, paths in homes.items():
         if "ops" in paths and all(path.startswith("ops") for path in paths):
