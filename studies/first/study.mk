@@ -1,4 +1,4 @@
-# The study of docs/findings.md: about three hours on two cores. Stopped, it resumes with the same command. TEXT is
+# The first study, of docs/findings/first.md: about three hours on two cores. Stopped, it resumes with the same command. TEXT is
 # web text, NOVELS long documents: files, folders or addresses that `headgate prepare` takes.
 .PHONY: study study-text study-late study-start study-recall study-long
 FIRST := studies/first

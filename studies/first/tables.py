@@ -1,4 +1,4 @@
-"""Fills the tables of docs/findings.md and README.md from the results in the folder beside this file.
+"""Fills the tables of docs/findings/first.md and README.md from the results in the folder beside this file.
 
     python studies/first/tables.py                        # from the results as they are
     python studies/first/tables.py --publish runs/study   # take a study's results and figures first
@@ -27,7 +27,7 @@ from headgate.report.publish import publish_study
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
-PAGES = (HERE.parents[1] / "docs" / "findings.md", HERE.parents[1] / "README.md")
+PAGES = (HERE.parents[1] / "docs" / "findings" / "first.md", HERE.parents[1] / "README.md")
 PARTS = ("text", "late", "start", "recall", "long")
 PAPERS = ("dynamic-sparse", "head-gated", "context-adaptive", "sparse-geometric")
 NAMES = {
