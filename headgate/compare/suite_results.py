@@ -144,6 +144,10 @@ def _judged_run(run: SuiteRun, record: TaskRecord, judged: Mapping[str, Any] | N
         "loss": math.inf if loss is None else loss,
         "accuracy": accuracy,
         "score": -math.inf if loss is None else record.score(loss, accuracy, "test"),
+        "by_pairs": [
+            {name: place[name] for name in ("pairs", "tokens", "accuracy")}
+            for place in judged["answers"]["by_pairs"]
+        ],
         "solved": next((point["tokens"] for point in curve if (point["score"] or 0) >= SOLVED), None),
         "curve": curve,
         "parameters": summary["parameters"],

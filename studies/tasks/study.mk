@@ -1,18 +1,33 @@
-# The tables of docs/findings/tasks.md: every mechanism on every task, and three short suites beside it. Stopped, each
-# resumes with the same command.
-.PHONY: tasks tasks-all tasks-pairs tasks-layer tasks-window
+# The tables of docs/findings/tasks.md: every mechanism on every task, in two parts, and three short suites beside it.
+# Stopped, each resumes with the same command, which also adds mechanisms registered since.
+.PHONY: tasks tasks-all tasks-patterns tasks-lookups tasks-added tasks-pairs tasks-layer tasks-window
 TASKS := runs/tasks
 FOUR_PAIRS := mqar:length=64,pairs=4,keys=16,values=16,filler=8
 tasks: tasks-all tasks-pairs tasks-layer tasks-window
+tasks-all: tasks-patterns tasks-lookups
 
-tasks-all: $(READY)
-	$(BIN)/headgate suite --out $(TASKS)/all
-	$(BIN)/python studies/tasks/tables.py --publish all $(TASKS)/all
+tasks-patterns: $(READY)
+	$(BIN)/headgate suite --tasks "compress copy fuzzy-recall markov" --seeds 2 --out $(TASKS)/patterns
+	$(BIN)/python studies/tasks/tables.py --publish patterns $(TASKS)/patterns
 
-# Full attention on 4 pairs in 64 tokens and 16 in 256.
+# Costs are those of the other part.
+tasks-lookups: $(READY)
+	$(BIN)/headgate suite --tasks "mqar recall noisy-recall memorise needle" --seeds 2 --no-cost \
+		--out $(TASKS)/lookups
+	$(BIN)/python studies/tasks/tables.py --publish lookups $(TASKS)/lookups
+
+# Where the runs of both parts are gone and only their results are left, a new mechanism need not wait for all others to
+# be trained again: make tasks-added ADDED="name other".
+tasks-added: $(READY)
+	$(BIN)/headgate suite $(or $(ADDED),$(error name the mechanisms in ADDED)) --seeds 2 --out $(TASKS)/added
+	$(BIN)/python studies/tasks/tables.py --publish added $(TASKS)/added
+
+# Full attention on 4 pairs in 64 tokens and 16 in 256. The loss is a mean over answers, and a long sample has four times
+# as many: with one short sample to a long one, some seeds never leave the plateau; with three, all do.
 tasks-pairs: $(READY)
-	$(BIN)/headgate suite full --tasks "$(FOUR_PAIRS) mqar:length=[64,256],pairs=[4,16],keys=16,values=16,filler=8" \
-		--rates 0.01 --no-cost --out $(TASKS)/pairs train.steps=800
+	$(BIN)/headgate suite full --tasks \
+		"$(FOUR_PAIRS) mqar:length=[64,256],pairs=[4,16],shares=[3,1],keys=16,values=16,filler=8" \
+		--seeds 10 --rates 0.01 --no-cost --out $(TASKS)/pairs train.steps=800
 	$(BIN)/python studies/tasks/tables.py --publish pairs $(TASKS)/pairs
 
 # What one layer can look up.

@@ -1,8 +1,8 @@
 """Fills the tables of docs/findings/tasks.md from the results in the folder beside this file.
 
-    python studies/tasks/tables.py                           # from the results as they are
-    python studies/tasks/tables.py --publish all runs/suite  # take a suite's results first, as one of PARTS
-    python studies/tasks/tables.py --check                   # code 1 if a table is not what its results say
+    python studies/tasks/tables.py                              # from the results as they are
+    python studies/tasks/tables.py --publish window runs/suite  # take a suite's results first, as a part
+    python studies/tasks/tables.py --check                      # code 1 if a table differs from its results
 
 A table stands between `<!-- table NAME -->` and `<!-- end -->`. Figures are kept if the page shows them.
 """
@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from headgate.compare.suite_tables import (
@@ -32,8 +33,10 @@ from headgate.report.suite_page import suite_sentence
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 PAGE = HERE.parents[1] / "docs" / "findings" / "tasks.md"
-PARTS = ("all", "pairs", "layer", "window")
-"""Every mechanism on every task; full attention on more pairs; one layer; windows of several sizes."""
+EVERY = ("patterns", "lookups", "added")
+"""Every mechanism on every task: two parts with different tasks, and mechanisms that came later, if any."""
+PARTS = (*EVERY, "pairs", "layer", "window")
+"""Besides them: full attention on more pairs; one layer; windows of several sizes."""
 
 
 class NotRunYet(LookupError):
@@ -47,9 +50,56 @@ def suite(part: str) -> dict[str, Any]:
     return read_suite(RESULTS / part)
 
 
+@functools.cache
+def every() -> dict[str, Any]:
+    """The suites of every mechanism as one: all their tasks, by name, and the means over all of them."""
+    suites = [suite(part) for part in EVERY if (RESULTS / part).is_dir()]
+    if not suites:
+        raise NotRunYet(", ".join(EVERY))
+    for name in ("rates", "tuning_seeds", "seeds", "solved_at"):
+        found = [each[name] for each in suites]
+        if any(value != found[0] for value in found):
+            raise ValueError(f"the suites of every mechanism differ in {name}: {found}; run them alike")
+    variants: dict[str, dict[str, Any]] = {}
+    tasks: dict[str, dict[str, Any]] = {}
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for each in suites:
+        for variant in each["variants"]:
+            known = variants.setdefault(variant["label"], {**variant, "speed": None, "parameters": None})
+            known["speed"] = known["speed"] or variant["speed"]
+            known["parameters"] = max(known["parameters"] or 0, variant["parameters"] or 0) or None
+        for task in each["tasks"]:
+            if tasks.setdefault(task["name"], task)["source"] != task["source"]:
+                raise ValueError(f"the suites of every mechanism differ in {task['name']}; run them alike")
+            for row in task["variants"]:
+                rows.setdefault((task["name"], row["label"]), row)
+    merged = [
+        {**task, "variants": [rows.get((name, label), not_run(label)) for label in variants]}
+        for name, task in sorted(tasks.items())
+    ]
+    for n, variant in enumerate(variants.values()):
+        scores = [task["variants"][n]["score"]["mean"] for task in merged]
+        variant["mean_score"] = None if None in scores else fmean(scores)
+    costs = next((each["costs"] for each in suites if each["costs"]), None)
+    return {**suites[0], "tasks": merged, "variants": list(variants.values()), "costs": costs}
+
+
+def not_run(label: str) -> dict[str, Any]:
+    """The row of a variant that no suite has on a task."""
+    return {
+        "label": label,
+        "runs": [],
+        "failures": [],
+        "score": {"mean": None, "low": None, "high": None},
+        "by_distance": [],
+        "by_pairs": [],
+        "to_solve": {"median": None, "reached": 0, "of": 0},
+    }
+
+
 def named(task: str) -> Mapping[str, Any]:
-    """A task of the suite of all mechanisms, if any has been judged on it."""
-    for found in suite("all")["tasks"]:
+    """A task that any mechanism has been judged on."""
+    for found in every()["tasks"]:
         if found["name"] == task and any(row["by_distance"] for row in found["variants"]):
             return dict(found)
     raise NotRunYet(task)
@@ -64,15 +114,15 @@ def share(found: Mapping[str, Any]) -> str:
 
 
 def verdict() -> str:
-    return suite_sentence(suite("all"))
+    return suite_sentence(every())
 
 
 def scores() -> str:
-    return markdown_table(*score_cells(suite("all")))
+    return markdown_table(*score_cells(every()))
 
 
 def solve() -> str:
-    return markdown_table(*solve_cells(suite("all")))
+    return markdown_table(*solve_cells(every()))
 
 
 def mqar() -> str:
@@ -90,7 +140,7 @@ def recall() -> str:
 def cost() -> str:
     """Seconds of a step, and the speed relative to full attention's with its quartiles."""
     rows = []
-    for variant in sorted(suite("all")["variants"], key=lambda v: -(v["speed"] or {"ratio": 0})["ratio"]):
+    for variant in sorted(every()["variants"], key=lambda v: -(v["speed"] or {"ratio": 0})["ratio"]):
         speed, parameters = variant["speed"], variant["parameters"]
         cells = [variant["label"], "" if parameters is None else f"{parameters:,}"]
         if speed is not None:
@@ -98,13 +148,13 @@ def cost() -> str:
             cells += [f"{1000 * speed['seconds']:.0f} ms"]
         rows.append([*cells, *[""] * (4 - len(cells))])
     table = markdown_table(["", "parameters", "speed (quartiles)", "a step"], rows)
-    return f"{speed_in_words(suite('all'))}\n\n{table}"
+    return f"{speed_in_words(every())}\n\n{table}"
 
 
 def beyond() -> str:
     """Right answers of full attention and of a window where the window's layers cannot see what is asked."""
     rows = []
-    for task in suite("all")["tasks"]:
+    for task in every()["tasks"]:
         model = task["config"]["model"]
         reach = model["n_layers"] * model["shared_options"]["window"]
         shares = {row["label"]: right_from(reach, row["by_distance"]) for row in task["variants"]}
@@ -122,15 +172,20 @@ def right_from(distance: int, by_distance: Sequence[Mapping[str, Any]]) -> str:
 
 def pairs() -> str:
     """Each seed by itself: one may learn a task that another does not."""
-    rows = []
+    parts = []
     for task in suite("pairs")["tasks"]:
-        for row in task["variants"]:
-            for run in row["runs"]:
-                solved = run.get("solved")
-                tokens = f"> {task['tokens']:,}" if solved is None else f"{solved:,}"
-                accuracy = f"{run['accuracy']:.4f}" if run["state"] == "finished" else run["state"]
-                rows.append([f"`{asked(task)}`", str(run["seed"]), accuracy, tokens])
-    return markdown_table(["task", "seed", "right answers", "tokens to solve"], rows)
+        ((full,), rows) = task["variants"], []
+        counts = [place["pairs"] for place in full["by_pairs"]]
+        for run in full["runs"]:
+            shares = {place["pairs"]: f"{place['accuracy']:.4f}" for place in run.get("by_pairs", ())}
+            solved = run.get("solved")
+            tokens = f"> {task['tokens']:,}" if solved is None else f"{solved:,}"
+            rows.append([str(run["seed"]), *(shares.get(count, run["state"]) for count in counts), tokens])
+        parts.append(f"`{asked(task)}`:")
+        parts.append(
+            markdown_table(["seed", *(f"{count} pairs" for count in counts), "tokens to solve"], rows)
+        )
+    return "\n\n".join(parts)
 
 
 def asked(task: Mapping[str, Any]) -> str:

@@ -54,6 +54,7 @@ def test_a_suite(suite: Path) -> None:
     assert run["score"] == pytest.approx((run["accuracy"] - 0.25) / 0.75)
     assert row["score"]["mean"] == pytest.approx(run["score"])
     assert [place["pairs"] for place in row["by_pairs"]] == [2, 4]
+    assert [place["accuracy"] for place in run["by_pairs"]] == [place["mean"] for place in row["by_pairs"]]
     assert sum(place["tokens"] for place in row["by_distance"]) == 256 * 3
     assert row["to_solve"] == {"median": None, "reached": 0, "of": 1}
     assert task["tokens"] == 3 * 2 * 16
@@ -101,6 +102,22 @@ def test_it_resumes_without_training_or_measuring_anew(suite: Path) -> None:
     assert len(before) == 4
     assert run_suite(["full@<b>all</b>"], suite, SUITE_SETTINGS, SUITE_OPTIONS)
     assert {path: path.stat().st_mtime_ns for path in made} == before
+
+
+def test_a_mechanism_is_added_to_a_finished_suite(finished_suite: Path, tmp_path: Path) -> None:
+    """As when one is registered later: what is there stays."""
+    out = tmp_path / "suite"
+    shutil.copytree(finished_suite, out)
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("summary.json")}
+    rows = results_of(out)["tasks"][0]["variants"]
+    names = ["full@<b>all</b>", "local:window=4"]
+    assert run_suite(names, out, SUITE_SETTINGS, replace(SUITE_OPTIONS, cost=False))
+    after = {path: path.stat().st_mtime_ns for path in out.rglob("summary.json")}
+    assert len(after) == 2 * len(before)
+    assert before.items() <= after.items()
+    first, second = results_of(out)["tasks"][0]["variants"]
+    assert first == rows[0]
+    assert (second["label"], second["runs"][0]["state"]) == ("local:window=4", "finished")
 
 
 def test_the_speed_of_a_step_is_part_of_it(suite: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from waiting import HANG
 
 from headgate.data.tasks.contract import TASKS as TASK_NAMES
+from headgate.files import write_sealed
 from headgate.mechanisms import MECHANISMS
 from headgate.report.page import page
 from headgate.report.reading import read_results, read_suite
@@ -72,9 +73,9 @@ def test_a_suite_fills_its_tables(finished_suite: Path, tmp_path: Path) -> None:
     page.parent.mkdir(parents=True)
     tables = Path(shutil.copy(TASKS / "tables.py", study))
     page.write_text("before\n<!-- table scores -->\n\n| stale |\n\n<!-- end -->\nafter\n", encoding="utf-8")
-    command = [sys.executable, str(tables), "--publish", "all", str(finished_suite)]
+    command = [sys.executable, str(tables), "--publish", "patterns", str(finished_suite)]
     subprocess.run(command, check=True, timeout=HANG)
-    taken = study / "results" / "all"
+    taken = study / "results" / "patterns"
     assert sorted(path.name for path in taken.iterdir()) == ["suite.json", "suite.md"]
     assert '"curve"' not in (taken / "suite.json").read_text(encoding="utf-8")
     assert '"curve"' in (finished_suite / "suite.json").read_text(encoding="utf-8")
@@ -89,8 +90,48 @@ def test_a_suite_fills_its_tables(finished_suite: Path, tmp_path: Path) -> None:
     assert "tables of tasks.md are not what the results say" in found.stderr
 
 
+def test_parts_of_a_suite_fill_one_table(finished_suite: Path, tmp_path: Path) -> None:
+    """The other part has another task, and a variant that the first was run without."""
+    study, page = tmp_path / "studies" / "tasks", tmp_path / "docs" / "findings" / "tasks.md"
+    study.mkdir(parents=True)
+    page.parent.mkdir(parents=True)
+    tables = Path(shutil.copy(TASKS / "tables.py", study))
+    page.write_text("<!-- table scores -->\n\n<!-- end -->\n", encoding="utf-8")
+    whole = read_suite(finished_suite)
+    (task,) = whole["tasks"]
+    other = {
+        **whole,
+        "tasks": [
+            {
+                **task,
+                "name": "another",
+                "variants": [*task["variants"], {**task["variants"][0], "label": "later"}],
+            }
+        ],
+        "variants": [*whole["variants"], {**whole["variants"][0], "label": "later", "mean_score": 1.0}],
+        "costs": None,
+    }
+    for part, suite in (("patterns", whole), ("added", other)):
+        (study / "results" / part).mkdir(parents=True)
+        write_sealed(study / "results" / part / "suite.json", suite)
+    subprocess.run([sys.executable, str(tables)], check=True, timeout=HANG)
+    _, _, head, _, first, *_, last, _, _ = page.read_text(encoding="utf-8").splitlines()
+    assert head == f"|  | another | {task['name']} | mean | speed |"
+    alone = next(line for line in (finished_suite / "suite.md").read_text().splitlines() if "1.00x" in line)
+    label, score, *rest = alone.strip("| ").split(" | ")
+    assert first.strip("| ").split(" | ") == [label, score, score, *rest]
+    assert last.startswith(f"| later | {score} | not run |  |")
+    other["seeds"] += 1
+    write_sealed(study / "results" / "added" / "suite.json", other)
+    assert "differ in seeds" in check(tables).stderr
+
+
 def test_the_table_of_tasks_has_every_mechanism() -> None:
-    suite = read_suite(TASKS / "results" / "all")
-    ours = [n for n in MECHANISMS.names() if MECHANISMS.get(n).__module__.startswith("headgate.mechanisms.")]
-    assert {variant["mechanism"] for variant in suite["variants"]} == set(ours)
-    assert {task["name"] for task in suite["tasks"]} <= set(TASK_NAMES.names())
+    ours = {n for n in MECHANISMS.names() if MECHANISMS.get(n).__module__.startswith("headgate.mechanisms.")}
+    judged: dict[str, set[str]] = {name: set() for name in TASK_NAMES.names()}
+    for part in ("patterns", "lookups", "added"):
+        if (TASKS / "results" / part).is_dir():
+            suite = read_suite(TASKS / "results" / part)
+            for task in suite["tasks"]:
+                judged[task["name"]] |= {variant["mechanism"] for variant in suite["variants"]}
+    assert all(mechanisms in (set(), ours) for mechanisms in judged.values())
