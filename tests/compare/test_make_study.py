@@ -1,4 +1,4 @@
-"""The first study (docs/findings/first.md) in short: the commands of make, one of them run with a few steps."""
+"""The first study, docs/findings/first.md: the commands of make, one of them run with a few steps."""
 
 import json
 import shlex

@@ -27,11 +27,12 @@ class Mqar(DrawnTask):
         {
             "length": [64, 64, 128],
             "pairs": [4, 8, 16],
-            "shares": [2, 1, 1],
+            "shares": [4, 1, 1],
             "keys": 16,
             "values": 16,
             "filler": 8,
         },
+        steps=800,
         quick=True,
     )
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
