@@ -1,22 +1,25 @@
-# The tables of docs/findings/tasks.md: every mechanism on every task, in two parts, and three short suites beside it.
+# The tables of docs/findings/tasks.md: every mechanism on every task, in four parts, and three short suites beside it.
 # Stopped, each resumes with the same command, which also adds mechanisms registered since.
-.PHONY: tasks tasks-all tasks-patterns tasks-lookups tasks-added tasks-pairs tasks-layer tasks-window
+.PHONY: tasks tasks-all tasks-patterns tasks-lookups tasks-mqar tasks-needle tasks-added tasks-pairs tasks-layer tasks-window
 TASKS := runs/tasks
 FOUR_PAIRS := mqar:length=64,pairs=4,keys=16,values=16,filler=8
 tasks: tasks-all tasks-pairs tasks-layer tasks-window
-tasks-all: tasks-patterns tasks-lookups
+tasks-all: tasks-patterns tasks-lookups tasks-mqar tasks-needle
 
 tasks-patterns: $(READY)
 	$(BIN)/headgate suite --tasks "compress copy fuzzy-recall markov" --seeds 2 --out $(TASKS)/patterns
 	$(BIN)/python studies/tasks/tables.py --publish patterns $(TASKS)/patterns
 
-# Costs are those of the other part.
+# Costs are those of the first part.
 tasks-lookups: $(READY)
-	$(BIN)/headgate suite --tasks "mqar recall noisy-recall memorise needle" --seeds 2 --no-cost \
-		--out $(TASKS)/lookups
+	$(BIN)/headgate suite --tasks "recall noisy-recall memorise" --seeds 2 --no-cost --out $(TASKS)/lookups
 	$(BIN)/python studies/tasks/tables.py --publish lookups $(TASKS)/lookups
 
-# Where the runs of both parts are gone and only their results are left, a new mechanism need not wait for all others to
+tasks-mqar tasks-needle: tasks-%: $(READY)
+	$(BIN)/headgate suite --tasks $* --seeds 2 --no-cost --out $(TASKS)/$*
+	$(BIN)/python studies/tasks/tables.py --publish $* $(TASKS)/$*
+
+# Where the runs of the parts are gone and only their results are left, a new mechanism need not wait for all others to
 # be trained again: make tasks-added ADDED="name other".
 tasks-added: $(READY)
 	$(BIN)/headgate suite $(or $(ADDED),$(error name the mechanisms in ADDED)) --seeds 2 --out $(TASKS)/added
