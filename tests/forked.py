@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -28,12 +28,21 @@ LOADED = ["torch", "torch._dynamo", "torch.distributed.launcher.api", "headgate.
 class Forked:
     """A process that runs a script, or a module after "-m", with its words, as `python` would."""
 
-    def __init__(self, words: Sequence[str | Path], *, processes: int = 0, restarts: int = 0) -> None:
+    def __init__(
+        self,
+        words: Sequence[str | Path],
+        environment: Mapping[str, str] = os.environ,
+        *,
+        processes: int = 0,
+        restarts: int = 0,
+    ) -> None:
         """Under torchrun if `processes` are asked for, which are restarted together so many times."""
         with tempfile.NamedTemporaryFile(delete=False) as said:
             self._said = Path(said.name)
         given = [str(word) for word in words]
-        self._process = _fork(_begin, str(self._said), os.getcwd(), given, processes, restarts)
+        self._process = _fork(
+            _begin, str(self._said), dict(environment), os.getcwd(), given, processes, restarts
+        )
         assert self._process.pid is not None
         self.pid = self._process.pid
 
@@ -55,9 +64,11 @@ class Forked:
         return code, said
 
 
-def run(words: Sequence[str | Path]) -> subprocess.CompletedProcess[str]:
+def run(
+    words: Sequence[str | Path], environment: Mapping[str, str] = os.environ
+) -> subprocess.CompletedProcess[str]:
     """Run to the end; `stdout` has all that was said."""
-    code, said = Forked(words).finish()
+    code, said = Forked(words, environment).finish()
     return subprocess.CompletedProcess(list(words), code, said)
 
 
@@ -73,7 +84,7 @@ class ForkedNursery(Nursery):
             return
         keys, to = multiprocessing.Pipe(duplex=False)
         answers, ended = multiprocessing.Pipe(duplex=False)
-        self._process = _Ending(_fork(_tend, str(study), keys, ended))  # type: ignore[assignment]
+        self._process = _Ending(_fork(_tend, str(study), dict(os.environ), keys, ended))  # type: ignore[assignment]
         self._in, self._out = (
             os.fdopen(os.dup(end.fileno()), mode, buffering=0) for end, mode in ((to, "wb"), (answers, "rb"))
         )
@@ -94,7 +105,8 @@ class _Ending:
         return self._process.exitcode
 
 
-def _tend(study: str, keys: Connection, ended: Connection) -> None:
+def _tend(study: str, environment: dict[str, str], keys: Connection, ended: Connection) -> None:
+    _have(environment)
     os.dup2(keys.fileno(), 0)
     os.dup2(ended.fileno(), 1)
     os.setsid()
@@ -104,21 +116,23 @@ def _tend(study: str, keys: Connection, ended: Connection) -> None:
 def _fork(target: Callable[..., None], *given: Any) -> BaseProcess:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(LOADED)
-    process = context.Process(target=_with_environment, args=(dict(os.environ), target, *given))
+    process = context.Process(target=target, args=given)
     process.start()
     return process
 
 
-def _with_environment(environment: dict[str, str], target: Callable[..., None], *given: Any) -> None:
+def _have(environment: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
-    target(*given)
 
 
-def _begin(said: str, folder: str, words: list[str], processes: int, restarts: int) -> None:
+def _begin(
+    said: str, environment: dict[str, str], folder: str, words: list[str], processes: int, restarts: int
+) -> None:
     to = os.open(said, os.O_WRONLY | os.O_APPEND)
     os.dup2(to, 1)
     os.dup2(to, 2)
+    _have(environment)
     os.chdir(folder)
     if not processes:
         return _run(words)
