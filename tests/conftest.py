@@ -1,22 +1,29 @@
 """What all tests share."""
 
+import gc
 import json
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 # Two workers share two cores, so every process of the suite computes on one thread; a test about threads sets
 # its own number. PyTorch reads this when it is first imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# What is compiled is compiled in its test's own process: helpers would first load PyTorch, each of them.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import hypothesis
 import pytest
 import torch
 from filelock import FileLock
+from forked import ForkedNursery
 from study_examples import asked, asked_suite, write_claims, write_recipe
 
+from headgate.compare.executors import local
+from headgate.compare.executors.nursery import can_fork
 from headgate.config import Config, ModelConfig, TrainConfig
 from headgate.data.prepare import Request, prepare
 from headgate.grammar import MechanismSpec
@@ -38,6 +45,18 @@ def pytest_configure(config: pytest.Config) -> None:
         avoid_broken_tiles()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Modules and tests live until the end, so looking for garbage among them is in vain: a third of the time
+    of collecting, and some of every test's."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """Small tensors are fastest on one thread; a test about threads sets its own number."""
@@ -45,6 +64,18 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_nurseries() -> Iterator[None]:
+    """Studies in this process fork theirs; those of commands load PyTorch themselves."""
+    if not can_fork():
+        yield
+        return
+    with patch.object(local, "Nursery", ForkedNursery):
+        yield
+    for left in list(ForkedNursery.living):
+        left.stop()
 
 
 @pytest.fixture(autouse=True)

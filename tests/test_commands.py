@@ -30,6 +30,7 @@ from headgate.model.decoder import Decoder, with_mechanism
 from headgate.options import EngineOptions, StudyOptions, SuiteOptions
 
 MOST = {"train.steps": 2, "train.context": 16, "train.batch_size": 2, "train.evaluate_tokens": 120}
+MOST |= {"train.document_tokens": 2000}
 """Settings that a command may give, and the most that they are here."""
 PLANNED: set[tuple[Any, ...]] = set()
 """Studies that some page's command has planned already."""
@@ -162,6 +163,7 @@ def room(
 def test_the_commands_of_a_page_run(
     page: Path, room: Room, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr("headgate.measure.steps.ALONE_AT", 48)
     for name, command in list(cli.COMMANDS.items()):
         monkeypatch.setitem(cli.COMMANDS, name, on_small_things(command, name, room))
     for line in written_commands(page):

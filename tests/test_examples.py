@@ -2,11 +2,11 @@
 
 import importlib.util
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
+import forked
 import pytest
 import torch
 from study_examples import write_recipe
@@ -69,22 +69,9 @@ def test_a_mechanism_of_your_own_trains_and_decodes() -> None:
 def test_it_is_compared_by_its_file(data: Path, micro: Config, tmp_path: Path) -> None:
     words = ["compare", f"{EXAMPLES / 'own_mechanism.py'}:surprise", "--out", str(tmp_path / "study")]
     words += ["--recipe", str(write_recipe(micro, tmp_path)), "--data", str(data), "--seeds", "1"]
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "headgate",
-            *words,
-            "--jobs",
-            "1",
-            "--no-cost",
-            "--no-controls",
-            "train.steps=2",
-        ],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    words += ["--jobs", "1", "--no-cost", "--no-controls", "train.steps=2"]
+    done = forked.run(["-m", "headgate", *words])
+    assert done.returncode == 0, done.stdout
     results = json.loads((tmp_path / "study/results.json").read_text())
     assert [v["runs"][0]["state"] for v in results["variants"]] == ["finished", "finished"]
     assert "surprise" in results["variants"][1]["label"]

@@ -10,16 +10,19 @@ measured until the two are close.
 """
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -359,29 +362,82 @@ def step_seconds(configs: Mapping[str, Config], threads: int) -> dict[str, float
 
 def _peaks(configs: Mapping[str, Config], lengths: list[int], at_once: int) -> dict[tuple[str, int], int]:
     cases = [(label, length) for label in configs for length in lengths]
-    with ThreadPoolExecutor(at_once if device().type == "cpu" else 1) as pool:
-        peaks = pool.map(lambda case: peak_memory(configs[case[0]], case[1]), cases)
-        return dict(zip(cases, peaks, strict=True))
+    peaks = peak_memories([(configs[label], length) for label, length in cases], at_once)
+    return dict(zip(cases, peaks, strict=True))
 
 
 def peak_memory(asked: Config, length: int) -> int:
     """Peak bytes of two training steps in a fresh process, above what it held before."""
-    question = {"config": config.to_dict(asked), "length": length, "threads": torch.get_num_threads()}
+    return peak_memories([(asked, length)])[0]
+
+
+def peak_memories(cases: Sequence[tuple[Config, int]], at_once: int = 1) -> list[int]:
+    """The peak memory of each config at a context, so many measured at once, each in a process of its own.
+
+    Loading PyTorch takes longer than the steps of a small model, so on Linux one process loads it and forks
+    the others, before it has computed anything. What a GPU holds is measured in new processes, one by one."""
+    threads = torch.get_num_threads()
+    questions = [{"config": config.to_dict(c), "length": length, "threads": threads} for c, length in cases]
+    if device().type == "cpu" and sys.platform.startswith("linux"):
+        answers = _ask(questions, at_once)
+    else:
+        with ThreadPoolExecutor(at_once if device().type == "cpu" else 1) as pool:
+            answers = [answer for one in pool.map(lambda each: _ask([each], 1), questions) for answer in one]
+    for (asked, length), answer in zip(cases, answers, strict=True):
+        if isinstance(answer, str):
+            names = "+".join(spec.name for spec in asked.model.mechanism)
+            raise HeadgateError(f"measuring the memory of {names} at a context of {length} failed: {answer}")
+    return [int(answer) for answer in answers]
+
+
+def _ask(questions: Sequence[Mapping[str, Any]], at_once: int) -> list[int | str]:
+    """Bytes, or why there are none, from a fresh process."""
     run = subprocess.run(
         [sys.executable, "-m", "headgate.measure.costs"],
-        input=json.dumps(question),
+        input=json.dumps({"questions": questions, "at_once": at_once}),
         capture_output=True,
         text=True,
         check=False,
         env=os.environ | {"MALLOC_TRIM_THRESHOLD_": "0"},
     )
     if run.returncode:
-        names = "+".join(spec.name for spec in asked.model.mechanism)
         last_words = run.stderr.strip().splitlines() or ["it said nothing"]
-        raise HeadgateError(
-            f"measuring the memory of {names} at a context of {length} failed: {last_words[-1]}"
-        )
-    return int(run.stdout)
+        return [last_words[-1]] * len(questions)
+    answers: list[int | str] = json.loads(run.stdout)
+    return answers
+
+
+def _answers(questions: Sequence[Mapping[str, Any]], at_once: int) -> list[int | str]:
+    """In the fresh process, which answers a single question itself, and forks for each of several."""
+    if len(questions) == 1:
+        return [_answer(questions[0])]
+    import torch._dynamo  # noqa: F401 - optimisers load it
+
+    fork = multiprocessing.get_context("fork")
+    waiting, answers = list(enumerate(questions)), dict[int, int | str]()
+    running: dict[Any, tuple[int, BaseProcess]] = {}  # by the end of a pipe on which it answers
+    while waiting or running:
+        while waiting and len(running) < at_once:
+            number, question = waiting.pop(0)
+            answer, to = fork.Pipe(duplex=False)
+            process = fork.Process(target=_send_answer, args=(question, to))
+            process.start()
+            to.close()
+            running[answer] = number, process
+        for ready in wait(list(running)):
+            number, ended = running.pop(ready)
+            with suppress(EOFError):  # it was killed
+                answers[number] = cast(Connection, ready).recv()
+            ended.join()
+            answers.setdefault(number, f"its process ended with code {ended.exitcode}")
+    return [answers[number] for number in range(len(questions))]
+
+
+def _send_answer(question: Mapping[str, Any], to: Any) -> None:
+    try:
+        to.send(_answer(question))
+    except Exception as error:
+        to.send(f"{type(error).__name__}: {error}")
 
 
 def _answer(question: Mapping[str, Any]) -> int:
@@ -399,4 +455,4 @@ def _answer(question: Mapping[str, Any]) -> int:
 
 
 if __name__ == "__main__":
-    print(_answer(json.load(sys.stdin)))
+    print(json.dumps(_answers(**json.load(sys.stdin))))

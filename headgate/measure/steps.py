@@ -17,7 +17,7 @@ from rich.text import Text
 from headgate.config import override
 from headgate.grammar import parse_mechanisms
 from headgate.machine import keep_memory
-from headgate.measure.costs import build, decoding_step, peak_memory, refuse_lengths, training_step
+from headgate.measure.costs import build, decoding_step, peak_memories, refuse_lengths, training_step
 from headgate.measure.speed import Shape, interleaved, measure, mechanism_cases, ratios
 from headgate.mechanisms import MECHANISMS
 from headgate.recipes import get_recipe
@@ -71,7 +71,8 @@ def measure_steps(
             row.step[length] = ratios(times, name, BASELINE)
         if memory and length == max(lengths):
             progress(f"memory at {length}")
-            peaks = {name: peak_memory(config, length) for name, config in configs.items()}
+            measured = peak_memories([(config, length) for config in configs.values()])
+            peaks = dict(zip(configs, measured, strict=True))
             for name, row in rows.items():
                 row.memory[length] = peaks[name] / peaks[BASELINE]
     first_tokens: dict[str, float] = {}

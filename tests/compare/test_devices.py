@@ -63,7 +63,7 @@ def test_costs_name_the_device_and_count_wherever_the_runs_were(spread: Path) ->
 def test_what_another_machine_measured_is_measured_again(
     micro: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(costs_module, "peak_memory", lambda config, length: 1)
+    monkeypatch.setattr(costs_module, "peak_memories", lambda cases, at_once: [1] * len(cases))
     configs, plan = {"a": micro, "b": micro}, CostPlan((24,), 0.001)
     first = measure_costs({"a": micro}, plan, None, 1, lambda _: None)
     assert measure_costs({"a": micro}, plan, replace(first, machine={}), 1, lambda _: None).machine == {}

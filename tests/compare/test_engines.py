@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import engines
+import forked
 import pytest
 from study_examples import write_recipe
 from waiting import HANG, wait_until
@@ -56,15 +57,9 @@ def compare_words(out: Path, data: Path, recipe: Path) -> list[str]:
     return ["compare", "local", "--recipe", str(recipe), "--data", str(data), "--out", str(out), *WORDS]
 
 
-def run(words: list[str], environment: dict[str, str] | None = None) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "headgate", *words],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def run(words: list[str], environment: Mapping[str, str] = os.environ) -> None:
+    done = forked.run(["-m", "headgate", *words], environment)
+    assert done.returncode == 0, done.stdout
 
 
 def judged(folder: Path) -> Any:

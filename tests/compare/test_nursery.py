@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from headgate.compare.executors import local
 from headgate.compare.executors.executor import run_tasks
 from headgate.compare.executors.leases import read_holder
 from headgate.compare.executors.local import LocalExecutor
+from headgate.compare.executors.nursery import Nursery
 from headgate.compare.executors.worker import Task, lease_folder, write_task
 from tests.waiting import wait_until
 
@@ -39,6 +41,12 @@ if waits == "fails":
     sys.exit("this did not work")
 done.touch()
 """
+
+
+@pytest.fixture(autouse=True)
+def as_commands_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The nursery itself, which studies in other tests fork."""
+    monkeypatch.setattr(local, "Nursery", Nursery)
 
 
 @pytest.fixture
