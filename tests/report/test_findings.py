@@ -123,13 +123,13 @@ def test_parts_of_a_suite_fill_one_table(finished_suite: Path, tmp_path: Path) -
     assert last.startswith(f"| later | {score} | not run |  |")
     other["seeds"] += 1
     write_sealed(study / "results" / "added" / "suite.json", other)
-    assert "differ in seeds" in check(tables).stderr
+    assert "differ in seeds" in check(tables).stdout
 
 
 def test_the_table_of_tasks_has_every_mechanism() -> None:
     ours = {n for n in MECHANISMS.names() if MECHANISMS.get(n).__module__.startswith("headgate.mechanisms.")}
     judged: dict[str, set[str]] = {name: set() for name in TASK_NAMES.names()}
-    for part in ("patterns", "lookups", "added"):
+    for part in ("patterns", "lookups", "mqar", "needle", "added"):
         if (TASKS / "results" / part).is_dir():
             suite = read_suite(TASKS / "results" / part)
             for task in suite["tasks"]:
