@@ -181,11 +181,12 @@ def combiner_attention(q: Tensor, k: Tensor, v: Tensor, *, block: int) -> Tensor
     return attend(logits(q, keys), torch.cat([own, earlier], -1), q, values)[0]
 
 
-def short_convolution(t: Tensor, taps: Tensor, starts: Tensor | None, queries: int) -> Tensor:
+def short_convolution(t: Tensor, taps: Tensor, documents: Tensor | None, queries: int) -> Tensor:
     """One matrix of T x T for each tap, with a 1 where the token that many before is the same document's."""
     j = torch.arange(t.shape[2], device=t.device)
     of_heads = t.repeat_interleave(taps.shape[1] // t.shape[1], 1)
-    same = torch.ones_like(j, dtype=torch.bool) if starts is None else j >= starts[:, None, :, None]
+    ids = j.new_zeros(1, len(j)) if documents is None else documents
+    same = ids[:, None, :, None] == ids[:, None, None, :]
     shifts = [((j[:, None] - j == c) & same).to(t.dtype) for c in range(taps.shape[0])]
     whole = sum(tap[:, None] * (shift @ of_heads) for tap, shift in zip(taps, shifts, strict=True))
     assert isinstance(whole, Tensor)

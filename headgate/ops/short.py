@@ -9,7 +9,6 @@ from torch import Tensor
 from headgate.errors import HeadgateError
 from headgate.ops import reference, short_native
 from headgate.ops.dispatch import Op
-from headgate.ops.documents import document_starts
 from headgate.ops.span import native
 
 SHORT = Op("short_convolution")
@@ -44,36 +43,35 @@ def short_convolution(
             f"documents of shape {tuple(documents.shape)} with {queries} queries were given for a tensor of "
             f"shape {tuple(t.shape)}; expected (B,T) and whole sequences: as many queries as tokens"
         )
-    starts = None if documents is None else document_starts(documents, t.device)
     wide = torch.promote_types(t.dtype, torch.float32)
     with torch.autocast(t.device.type, enabled=False):
-        out: Tensor = SHORT(backend, t.to(wide), taps.to(wide), starts, queries)
+        out: Tensor = SHORT(backend, t.to(wide), taps.to(wide), documents, queries)
     return out.to(t.dtype)
 
 
 @SHORT.path("native", refuse=lambda t, *args: native.refuse(t))
-def _native(t: Tensor, taps: Tensor, starts: Tensor | None, queries: int) -> Tensor:
-    out: Tensor = short_native.convolve(t, taps, starts, queries)
+def _native(t: Tensor, taps: Tensor, documents: Tensor | None, queries: int) -> Tensor:
+    out: Tensor = short_native.convolve(t, taps, documents, queries)
     return out
 
 
 @SHORT.path("torch")
-def _torch(t: Tensor, taps: Tensor, starts: Tensor | None, queries: int) -> Tensor:
+def _torch(t: Tensor, taps: Tensor, documents: Tensor | None, queries: int) -> Tensor:
     count, offset, groups = taps.shape[0], t.shape[2] - queries, t.shape[1]
     whole = F.pad(t, (0, 0, count - 1, 0))
     weights = taps.unflatten(1, (groups, -1))[:, :, :, None]  # (n,G,H/G,1,D)
-    places = torch.arange(offset, t.shape[2], device=t.device)
     out: Any = 0
     for c in range(count):
         first = offset + count - 1 - c
         before = whole[:, :, first : first + queries]
-        if starts is not None and c:
-            before = before * (places - c >= starts)[:, None, :, None]
+        if documents is not None and c:
+            same = F.pad(documents[:, c:] == documents[:, :-c], (min(c, queries), 0))  # pads with False
+            before = before * same[:, None, :queries, None]
         out = out + weights[c] * before[:, :, None]  # (B,G,H/G,Tq,D)
     result: Tensor = out.flatten(1, 2)
     return result
 
 
 @SHORT.path("reference")
-def _reference(t: Tensor, taps: Tensor, starts: Tensor | None, queries: int) -> Tensor:
-    return reference.short_convolution(t, taps, starts, queries)
+def _reference(t: Tensor, taps: Tensor, documents: Tensor | None, queries: int) -> Tensor:
+    return reference.short_convolution(t, taps, documents, queries)

@@ -1,6 +1,6 @@
 """Calls the C++ kernel of the short convolution, short.cpp, as ops known to PyTorch.
 
-Shapes: t (B,G,Tk,D); taps (n,H,D); starts (B,Tk) or None; out (B,H,Tq,D).
+Shapes: t (B,G,Tk,D); taps (n,H,D); documents (B,Tk) or None; out (B,H,Tq,D).
 """
 
 import ctypes
@@ -20,41 +20,41 @@ class ShortCall(ctypes.Structure):
         *((n, ctypes.c_int64) for n in ("batch", "groups", "repeat", "queries", "keys", "width", "taps")),
         ("threads", ctypes.c_int64),
         *((n, native.View) for n in ("t", "out", "d_out", "d_t")),
-        *((n, ctypes.c_void_p) for n in ("weights", "d_weights", "starts")),
+        *((n, ctypes.c_void_p) for n in ("weights", "d_weights", "documents")),
     ]
 
 
-def _new_call(t: Tensor, taps: Tensor, starts: Tensor | None, queries: int) -> ShortCall:
+def _new_call(t: Tensor, taps: Tensor, documents: Tensor | None, queries: int) -> ShortCall:
     (batch, groups, keys, width), (count, heads, _) = t.shape, taps.shape
     call = ShortCall(batch, groups, heads // groups, queries, keys, width, count, library.threads())
     call.t, call.weights = native.view(t), taps.data_ptr()
-    call.starts = None if starts is None else starts.data_ptr()
+    call.documents = None if documents is None else documents.data_ptr()
     return call
 
 
-def _results(t: Tensor, taps: Tensor, starts: Tensor | None, queries: int) -> tuple[Tensor]:
+def _results(t: Tensor, taps: Tensor, documents: Tensor | None, queries: int) -> tuple[Tensor]:
     return (t.new_empty((t.shape[0], queries, taps.shape[1], t.shape[3])).transpose(1, 2),)
 
 
-def _forward(t: Tensor, taps: Tensor, starts: Tensor | None, queries: int, out: Tensor) -> None:
+def _forward(t: Tensor, taps: Tensor, documents: Tensor | None, queries: int, out: Tensor) -> None:
     t, taps = native.rows(t), taps.contiguous()
-    starts = None if starts is None else starts.contiguous()
-    call = _new_call(t, taps, starts, queries)
+    documents = None if documents is None else documents.long().contiguous()
+    call = _new_call(t, taps, documents, queries)
     call.out = native.view(out)
     library.library().headgate_short_forward(ctypes.byref(call))
 
 
-def _gradient_results(d_out: Tensor, t: Tensor, taps: Tensor, starts: Tensor | None) -> tuple[Tensor, Tensor]:
+def _gradient_results(d_out: Tensor, t: Tensor, taps: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor]:
     b, g, keys, d = t.shape
     return t.new_empty((b, keys, g, d)).transpose(1, 2), t.new_empty((b, *taps.shape))
 
 
 def _backward(
-    d_out: Tensor, t: Tensor, taps: Tensor, starts: Tensor | None, d_t: Tensor, d_taps: Tensor
+    d_out: Tensor, t: Tensor, taps: Tensor, documents: Tensor | None, d_t: Tensor, d_taps: Tensor
 ) -> None:
     d_out, t, taps = native.rows(d_out), native.rows(t), taps.contiguous()
-    starts = None if starts is None else starts.contiguous()
-    call = _new_call(t, taps, starts, d_out.shape[2])
+    documents = None if documents is None else documents.long().contiguous()
+    call = _new_call(t, taps, documents, d_out.shape[2])
     call.d_out, call.d_t, call.d_weights = native.view(d_out), native.view(d_t), d_taps.data_ptr()
     library.library().headgate_short_backward(ctypes.byref(call))
 
@@ -69,11 +69,11 @@ def _gradients(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
 
 
 convolve = register(
-    "short_native", "(Tensor t, Tensor taps, Tensor? starts, SymInt queries) -> Tensor", _results, _forward
+    "short_native", "(Tensor t, Tensor taps, Tensor? documents, SymInt queries) -> Tensor", _results, _forward
 )
 _short_backward = register(
     "short_native_backward",
-    "(Tensor d_out, Tensor t, Tensor taps, Tensor? starts) -> (Tensor, Tensor)",
+    "(Tensor d_out, Tensor t, Tensor taps, Tensor? documents) -> (Tensor, Tensor)",
     _gradient_results,
     _backward,
 )

@@ -12,15 +12,19 @@ struct ShortCall {
     int64_t batch, groups, repeat, queries, keys, width, taps, threads;
     View t, out, d_out, d_t;
     float *weights, *d_weights;  // (taps,H,D), and (B,taps,H,D)
-    const int64_t* starts;       // (B,Tk): where each token's document begins; null for one document a row
+    const int64_t* documents;    // (B,Tk): which document each token belongs to; null for one document a row
 };
 
 namespace {
 
 // How many taps reach a token of the document of the query at `position`.
 int64_t reach(const ShortCall& call, int64_t b, int64_t position) {
-    const int64_t first = call.starts ? call.starts[b * call.keys + position] : 0;
-    return std::min(call.taps, position - first + 1);
+    const int64_t most = std::min(call.taps, position + 1);
+    if (!call.documents) return most;
+    const int64_t* ids = call.documents + b * call.keys;
+    int64_t taps = 1;
+    while (taps < most && ids[position - taps] == ids[position]) ++taps;
+    return taps;
 }
 
 template <int D>
