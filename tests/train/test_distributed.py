@@ -95,7 +95,8 @@ def test_the_number_of_processes_changes_nothing(twelve: Config, data: Path, tmp
         assert code == 0, words
         return words
 
-    finished(2, "two", "two-muon:muon", "two-sharded-muon:shard:muon", "two-sharded-bf16:shard:bf16:muon")
+    counted = ("two-sharded-muon:shard:muon:counted", "two-sharded-bf16:shard:bf16:muon:counted")
+    finished(2, "two", "two-muon:muon", *counted)
     on_four = ("four", "four-sharded:shard", "four-sharded-muon:shard:muon")
     words = finished(4, *on_four, "one-then-four:shard", "one-muon-then-four:shard:muon")
     assert words.count("resuming from step 5") == 2

@@ -339,7 +339,7 @@ def test_a_sequence_of_32768_tokens_trains_in_6_gb(tmp_path: Path) -> None:
         workers=1,
     )
     words = ["train.context=32768", "train.batch_size=1", "train.steps=1", "train.documents=stream"]
-    words.append("--recompute")
+    words += ["train.document_tokens=65536", "--recompute"]
     words += [
         "--data",
         str(tmp_path / "data"),
