@@ -44,7 +44,9 @@ def _forward(t: Tensor, taps: Tensor, documents: Tensor | None, queries: int, ou
     library.library().headgate_short_forward(ctypes.byref(call))
 
 
-def _gradient_results(d_out: Tensor, t: Tensor, taps: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor]:
+def _gradient_results(
+    d_out: Tensor, t: Tensor, taps: Tensor, documents: Tensor | None
+) -> tuple[Tensor, Tensor]:
     b, g, keys, d = t.shape
     return t.new_empty((b, keys, g, d)).transpose(1, 2), t.new_empty((b, *taps.shape))
 
