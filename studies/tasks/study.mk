@@ -15,9 +15,13 @@ tasks-lookups: $(READY)
 	$(BIN)/headgate suite --tasks "recall noisy-recall memorise" --seeds 2 --no-cost --out $(TASKS)/lookups
 	$(BIN)/python studies/tasks/tables.py --publish lookups $(TASKS)/lookups
 
-tasks-mqar tasks-needle: tasks-%: $(READY)
-	$(BIN)/headgate suite --tasks $* --seeds 2 --no-cost --out $(TASKS)/$*
-	$(BIN)/python studies/tasks/tables.py --publish $* $(TASKS)/$*
+tasks-mqar: $(READY)
+	$(BIN)/headgate suite --tasks mqar --seeds 2 --no-cost --out $(TASKS)/mqar
+	$(BIN)/python studies/tasks/tables.py --publish mqar $(TASKS)/mqar
+
+tasks-needle: $(READY)
+	$(BIN)/headgate suite --tasks needle --seeds 2 --no-cost --out $(TASKS)/needle
+	$(BIN)/python studies/tasks/tables.py --publish needle $(TASKS)/needle
 
 # Where the runs of the parts are gone and only their results are left, a new mechanism need not wait for all others to
 # be trained again: make tasks-added ADDED="name other".

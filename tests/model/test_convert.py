@@ -269,6 +269,7 @@ REACH = {
     "gated:gate_bias=true": 40,
     "sinks": 40,
     "shifted": 40,
+    "short-path": 40,
     "differential:gate_bias=true": 40,
     "value-residual": 40,
     "moba": 32,

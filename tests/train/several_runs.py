@@ -1,15 +1,14 @@
 """Started by torchrun: several runs one after another, since starting the processes takes longest.
 
-torchrun ... several_runs.py CONFIG DATA RUN[:shard][:bf16][:muon][:counted] RUN ...
+torchrun ... several_runs.py CONFIG DATA RUN[:shard][:bf16][:muon] RUN ...
 
-Beside a counted run stands RUN.collectives.json: how many collectives it made, by kind and type, such as
-{"reduce_scatter float32": 20}. Counting looks at every op, which takes time.
+Beside each run stands RUN.collectives.json: how many collectives it made, by kind and type, such as
+{"reduce_scatter float32": 20}.
 """
 
 import json
 import sys
 from collections import Counter
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,6 @@ if __name__ == "__main__":
             asked = replace(asked, train=replace(asked.train, precision="bf16"))
         if "muon" in how:
             asked = replace(asked, train=replace(asked.train, optimizer="muon"))
-        with Collectives() if "counted" in how else nullcontext() as seen:
+        with Collectives() as seen:
             train(asked, data, out, RunOptions(save_every=5, keep=9, shard="shard" in how))
-        if seen is not None:
-            Path(f"{out}.collectives.json").write_text(json.dumps(seen.counts))
+        Path(f"{out}.collectives.json").write_text(json.dumps(seen.counts))

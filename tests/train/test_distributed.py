@@ -1,7 +1,6 @@
 """Several processes: the same losses, checkpoints that any number resumes, and workers that die.
 
-The runs are under torchrun, with gloo on the CPU: forked from a process that has loaded PyTorch where what
-is trained matters, the real command where it is how it ends.
+The runs are the real command under torchrun, with gloo on the CPU; each is a few seconds of starting Python.
 """
 
 import json
@@ -15,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked import Forked
 from small_runs import changed, repeatable_metrics
 from waiting import HANG, wait_until
 
@@ -43,19 +41,26 @@ def twelve(micro: Config) -> Config:
     return replace(micro, model=replace(micro.model, d_mlp=25))
 
 
-def torchrun(processes: int, *words: str | Path) -> "subprocess.Popen[str]":
-    """headgate train in so many processes."""
+def torchrun(processes: int, *command: str | Path, restarts: int = 0) -> "subprocess.Popen[str]":
+    """The command of headgate, or the script, in so many processes."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
     launch += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]  # a free port
-    launch += ["-m", "headgate", "train"]
+    launch += ["--max-restarts", str(restarts)]
+    launch += [] if str(command[0]).endswith(".py") else ["-m", "headgate", "train"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
-        [*launch, *map(str, words)],
+        [*launch, *map(str, command)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env=environment,
     )
+
+
+def finish(started: "subprocess.Popen[str]") -> str:
+    out, err = started.communicate(timeout=HANG)
+    assert started.returncode == 0, out + err
+    return err
 
 
 def losses(run: Path) -> list[float]:
@@ -90,15 +95,15 @@ def test_the_number_of_processes_changes_nothing(twelve: Config, data: Path, tmp
         before[name] = losses(tmp_path / f"{name}-then-four")
     common = [Path(__file__).with_name("several_runs.py"), tmp_path / "config.json", data]
 
-    def finished(processes: int, *runs: str) -> str:
-        code, words = Forked([*common, *(f"{tmp_path}/{run}" for run in runs)], processes=processes).finish()
-        assert code == 0, words
-        return words
+    def started(processes: int, *runs: str) -> "subprocess.Popen[str]":
+        return torchrun(processes, *common, *(f"{tmp_path}/{run}" for run in runs))
 
-    counted = ("two-sharded-muon:shard:muon:counted", "two-sharded-bf16:shard:bf16:muon:counted")
-    finished(2, "two", "two-muon:muon", *counted)
+    two = started(
+        2, "two", "two-muon:muon", "two-sharded-muon:shard:muon", "two-sharded-bf16:shard:bf16:muon"
+    )
     on_four = ("four", "four-sharded:shard", "four-sharded-muon:shard:muon")
-    words = finished(4, *on_four, "one-then-four:shard", "one-muon-then-four:shard:muon")
+    words = finish(started(4, *on_four, "one-then-four:shard", "one-muon-then-four:shard:muon"))
+    finish(two)
     assert words.count("resuming from step 5") == 2
     assert "it was saved with 1 threads in each of 1 processes" in words
     for name, first in before.items():
@@ -162,16 +167,15 @@ def test_a_dead_worker_ends_the_job_and_restarts_bring_it_back(
     config.save(changed(micro, steps=60, evaluate_every=30), tmp_path / "config.json")
     run = tmp_path / "run"
     script = [Path(__file__).with_name("dying_run.py"), tmp_path / "config.json", data, run, "25"]
-    job = Forked([*script, tmp_path / "first"], processes=2)
-    code, _ = job.finish(HANG / 4)  # half of the 10 minutes for which gloo would wait for the dead
-    assert code != 0
+    job = torchrun(2, *script, tmp_path / "first")
+    job.communicate(timeout=HANG / 4)  # half of the 10 minutes for which gloo would wait for the dead
+    assert job.returncode != 0
     assert (tmp_path / "first").exists()
     assert checkpoint.saved_steps(RunFolder(run)) == [20]
     assert [line["step"] for line in read_metrics(run)][:20] == list(range(1, 21))
     headgate.load(run)
 
-    code, words = Forked([*script, tmp_path / "second"], processes=2, restarts=1).finish()
-    assert code == 0, words
+    words = finish(torchrun(2, *script, tmp_path / "second", restarts=1))
     assert (tmp_path / "second").exists()
     assert [f"resuming from step {step}" in words for step in (20, 40)] == [True, True]
     assert [line["step"] for line in read_metrics(run)] == list(range(1, 61))
