@@ -32,10 +32,11 @@ demo: $(READY)
 
 include studies/first/study.mk studies/second/study.mk studies/tasks/study.mk
 
-# A worker a core; `make test TESTS="tests/ops -k window"` runs a part.
+# A worker a core; `make test TESTS="tests/ops -k window"` runs a part. Hundreds of Python processes start in it:
+# without compiled modules kept on disk, whatever the environment says, each would compile the package again.
 TESTS ?=
 test: $(READY)
-	$(BIN)/python -m pytest -n logical --dist worksteal $(TESTS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n logical --dist worksteal $(TESTS)
 
 # For a machine with a GPU: everything tried and timed within ten minutes. Writes gpu-report.md, one page, and
 # gpu-report.json. Without a GPU it says so and ends with code 2.

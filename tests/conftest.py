@@ -57,6 +57,11 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long ones first; the others keep their order."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """Small tensors are fastest on one thread; a test about threads sets its own number."""

@@ -108,8 +108,8 @@ def _against(results: Mapping[str, Any], painter: Painter, setting: str) -> Figu
         caption += " Dashed: the edges of what was tried."
     if lost:
         caption += f" Not drawn because they failed or diverged: {lost}."
-    drawing = alt.layer(*(level(edge, "x") for edge in edges), points)
-    return FigureView(finished(drawing, rows), columns, caption, key=True)
+    layers = [*(level(edge, "x") for edge in edges), points]
+    return FigureView(finished(layers, rows), columns, caption, key=True)
 
 
 def _edges(space: Sequence[str], setting: str) -> list[float]:
@@ -256,5 +256,5 @@ def _worth_view(results: Mapping[str, Any], painter: Painter, rows: Rows, kind: 
         caption += " At equal time: times the relative speed that was measured."
     if beyond:
         caption += f" Too far outside the ladder to say: {', '.join(beyond)}."
-    drawing = finished(alt.layer(level(1.0, "x"), lines, points), rows, height=ROW * len(rows))
+    drawing = finished([level(1.0, "x"), lines, points], rows, height=ROW * len(rows))
     return FigureView(drawing, columns, caption)

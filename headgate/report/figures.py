@@ -360,7 +360,7 @@ def head_figure(results: Mapping[str, Any]) -> PageFigure | None:
         )
         layers = (cells, numbers) if len(rows) <= 160 else (cells,)
         views[variant["label"]] = FigureView(
-            finished(alt.layer(*layers), rows, height=26 * len(variant["gates"]["heads"])),
+            finished(layers, rows, height=26 * len(variant["gates"]["heads"])),
             columns,
             f"{variant['label']}: mean gate of each head at the end of training, over the seeds and the "
             "first evaluated batch.",
@@ -382,7 +382,7 @@ def movement_figure(results: Mapping[str, Any]) -> PageFigure | None:
             tooltip=tooltips(columns),
         )
         views[variant["label"]] = FigureView(
-            finished(alt.layer(chart.mark_line(), chart.mark_point(filled=True)), rows),
+            finished([chart.mark_line(), chart.mark_point(filled=True)], rows),
             columns,
             f"{variant['label']}: mean gate of each layer at each evaluation.",
         )

@@ -112,7 +112,7 @@ class Painter:
         parts.append(chart.mark_line(strokeWidth=2).encode(x, middle, self.colour, self.dash))
         points = chart.mark_point(filled=True, size=45, opacity=1)
         parts.append(points.encode(x, middle, self.colour, self.shape, tooltip=tooltips(columns)))
-        return FigureView(finished(alt.layer(*parts, *layers), rows), columns, caption, key=True)
+        return FigureView(finished([*parts, *layers], rows), columns, caption, key=True)
 
     def intervals(
         self,
@@ -145,7 +145,7 @@ class Painter:
             fill=self.fill,
             tooltip=tooltips(columns),
         )
-        drawing = finished(alt.layer(level(rule, "x"), thin, thick, points), rows, height=ROW * len(rows))
+        drawing = finished([level(rule, "x"), thin, thick, points], rows, height=ROW * len(rows))
         return FigureView(drawing, columns, caption)
 
 
@@ -171,15 +171,23 @@ def tooltips(columns: Sequence[tuple[str, str, str]]) -> list[alt.Tooltip]:
     ]
 
 
-def finished(chart: Any, rows: Rows, height: int = HEIGHT) -> dict[str, Any]:
-    sized = chart.properties(
-        width="container", height=height, autosize={"type": "fit-x", "contains": "padding"}
-    )
-    # A title that ends with its axis can also use the room below the other axis's labels.
-    # Checking it against Vega-Lite's schema would take most of a page's time; a test does.
-    spec: dict[str, Any] = sized.configure_axisX(titleAnchor="end").to_dict(validate=False)
-    spec["datasets"] = {**spec.get("datasets", {}), ROWS: rows}
-    return spec
+def finished(layers: Sequence[alt.Chart], rows: Rows, height: int = HEIGHT) -> dict[str, Any]:
+    """The specification of these layers over one another. Made here, since Altair's own layering copies every
+    chart over and over, which took half of a page's time. So would checking the whole against Vega-Lite's
+    schema; a test does."""
+    drawn = [layer.to_dict(validate=False, context={"top_level": False}) for layer in layers]
+    params = {param["name"]: param for layer in drawn for param in layer.pop("params", ())}
+    return {
+        "$schema": alt.SCHEMA_URL,
+        # A title that ends with its axis can also use the room below the other axis's labels.
+        "config": {"axisX": {"titleAnchor": "end"}},
+        "width": "container",
+        "height": height,
+        "autosize": {"type": "fit-x", "contains": "padding"},
+        "params": list(params.values()),
+        "layer": drawn,
+        "datasets": {ROWS: rows},
+    }
 
 
 def picked(values: Mapping[str, Any], *names: str) -> dict[str, Any]:

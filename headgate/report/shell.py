@@ -5,6 +5,7 @@ script, and scripts insert it as text. So a label with markup in it shows as it 
 its own scripts but cannot create any: Vega interprets its expressions.
 """
 
+import functools
 import json
 import re
 from collections.abc import Mapping
@@ -34,6 +35,24 @@ def render(
 ) -> str:
     """A page with these figures, one of which is also a picture that needs no script; `data` is what page.js
     also reads."""
+    whole = {
+        "colours": dict(zip((*COLOURS, PAPER), (*DARK_COLOURS, DARK_PAPER), strict=True)),
+        "figures": {figure.name: _drawn(figure) for figure in made.values()},
+        **data,
+    }
+    return _environment().get_template(template).render(
+        figures=made,
+        stills={first: _still(made[first])} if first in made else {},
+        data=Markup(_script_json(whole)),  # noqa: S704 - every < in it is escaped
+        vega=Markup(_vega()),  # noqa: S704 - the library's own file, nothing of a study's
+        version=__version__,
+        **names,
+    )
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    """With the templates that it has compiled."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("headgate.report", "."),
         autoescape=jinja2.select_autoescape(default=True, disabled_extensions=("css", "js")),
@@ -51,19 +70,7 @@ def render(
         "p": p_in_words,
         "bytes": bytes_in_words,
     }
-    whole = {
-        "colours": dict(zip((*COLOURS, PAPER), (*DARK_COLOURS, DARK_PAPER), strict=True)),
-        "figures": {figure.name: _drawn(figure) for figure in made.values()},
-        **data,
-    }
-    return environment.get_template(template).render(
-        figures=made,
-        stills={first: _still(made[first])} if first in made else {},
-        data=Markup(_script_json(whole)),  # noqa: S704 - every < in it is escaped
-        vega=Markup(_vega()),  # noqa: S704 - the library's own file, nothing of a study's
-        version=__version__,
-        **names,
-    )
+    return environment
 
 
 def _drawn(figure: PageFigure) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def _by_seed(results: Mapping[str, Any], painter: Painter, rows: Rows, order: Se
     )
     caption = "A ring for each seed, a bar at their mean. Seeds on both sides of 0 are chance at work."
     return FigureView(
-        finished(alt.layer(level(0.0, "x"), dots, means), rows, height=ROW * len(order)), columns, caption
+        finished([level(0.0, "x"), dots, means], rows, height=ROW * len(order)), columns, caption
     )
 
 
@@ -126,7 +126,7 @@ def _by_document(
         "differ, not how sure the mean is. Each counts once here, and by its length in the verdict."
     )
     return FigureView(
-        finished(alt.layer(level(0.0, "x"), thin, thick, middle), rows, height=ROW * len(order)),
+        finished([level(0.0, "x"), thin, thick, middle], rows, height=ROW * len(order)),
         columns,
         caption,
     )

@@ -248,7 +248,7 @@ def _view(
         caption += " Horizontal lines: the middle half of interleaved rounds."
     if painter.crowded:
         caption += " Ablations have their own figure."
-    return FigureView(finished(alt.layer(*layers), rows, height=HEIGHT), columns, caption)
+    return FigureView(finished(layers, rows, height=HEIGHT), columns, caption)
 
 
 def _one() -> alt.Chart:

@@ -29,6 +29,7 @@ def spread(study: Path, tmp_path: Path) -> Path:
     return out
 
 
+@pytest.mark.long
 def test_seconds_of_different_devices_are_not_compared(spread: Path, study: Path) -> None:
     (spread / "costs.json").unlink()
     results = study_results(spread)

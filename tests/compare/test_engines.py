@@ -30,6 +30,7 @@ from headgate.errors import HeadgateError
 from headgate.options import EngineOptions
 from headgate.train.folder import last_step
 
+pytestmark = pytest.mark.long
 WORDS = ["--seeds", "1", "--no-controls", "--no-cost", "train.steps=6"]
 
 

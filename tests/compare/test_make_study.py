@@ -75,6 +75,7 @@ def test_the_suites_of_the_tasks_name_what_their_tables_need() -> None:
         assert len(suite_tasks(SuiteOptions(tasks=asked), settings)) == len(asked.split() or TASKS.names())
 
 
+@pytest.mark.long
 def test_a_part_of_it_runs(tmp_path: Path) -> None:
     make(
         "study-recall",

@@ -14,6 +14,7 @@ NAMES = headgate.mechanisms()
 SCRIPT = Path(__file__).with_name("modes.py")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", ["cuda", "mps"])
 def test_every_mechanism_passes_its_modes(device: str, absent_gpu: Callable[[str], Path]) -> None:
     """No mode mixes dtypes under the device's autocast, waits for the device (generation once a token), asks

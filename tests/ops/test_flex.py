@@ -450,6 +450,7 @@ def test_a_training_step_traces_to_one_graph(variant: str, monkeypatch: pytest.M
         torch.testing.assert_close(eager, compiled, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.compiles
 def test_compiled_for_the_cpu_it_computes_the_same() -> None:
     """The output alone: PyTorch's code for the CPU returns no log-sum-exp."""

@@ -202,6 +202,7 @@ def test_a_gpu_takes_the_kernels_and_each_refusal_has_its_reason() -> None:
         pair_gated_attention(*case().inputs, form="log", backend="triton")
 
 
+@pytest.mark.long
 def test_every_configuration_fits_its_device(tmp_path: Path) -> None:
     """The first of each kernel's configurations at the largest sizes, which need the most registers. All of
     them: the command in docs/gpu.md."""

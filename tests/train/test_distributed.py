@@ -80,6 +80,7 @@ def assert_same_losses(one: Path, other: Path) -> None:
                 assert gate == pytest.approx(other_gate, abs=1e-4)
 
 
+@pytest.mark.long
 def test_the_number_of_processes_changes_nothing(twelve: Config, data: Path, tmp_path: Path) -> None:
     """1, 2 and 4 processes, DDP and FSDP2, AdamW and Muon, in pairs; then 1 goes on from a checkpoint
     of 4, and 4 from one of 1. Muon computes in bf16, which shows differences in the gradient's last digits
