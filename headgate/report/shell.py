@@ -40,13 +40,17 @@ def render(
         "figures": {figure.name: _drawn(figure) for figure in made.values()},
         **data,
     }
-    return _environment().get_template(template).render(
-        figures=made,
-        stills={first: _still(made[first])} if first in made else {},
-        data=Markup(_script_json(whole)),  # noqa: S704 - every < in it is escaped
-        vega=Markup(_vega()),  # noqa: S704 - the library's own file, nothing of a study's
-        version=__version__,
-        **names,
+    return (
+        _environment()
+        .get_template(template)
+        .render(
+            figures=made,
+            stills={first: _still(made[first])} if first in made else {},
+            data=Markup(_script_json(whole)),  # noqa: S704 - every < in it is escaped
+            vega=Markup(_vega()),  # noqa: S704 - the library's own file, nothing of a study's
+            version=__version__,
+            **names,
+        )
     )
 
 
