@@ -149,13 +149,17 @@ def read_json(path: AnyPath, **hooks: Any) -> dict[str, Any]:
 
 
 def write_text(path: AnyPath, text: str) -> None:
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: AnyPath, data: bytes) -> None:
     """Write a file under a temporary name, flush it to disk, then rename it into place."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with naming(path):
         try:
             with open_new(temporary) as file:
-                file.write(text.encode())
+                file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)

@@ -110,8 +110,8 @@ class StudyOptions:
     ladder: str = ""
     """Multiples of the budget at which the baseline is trained too, as in 0.25,1,4, so that a difference can
     be priced in compute."""
-    ladder_variants: bool = False
-    """Also train the other variants at those budgets, to see how their differences change."""
+    ladder_variants: tuple[str, ...] = ()
+    """Labels of other variants to train at those budgets too, to see how their differences change; or all."""
     controls: bool = True
     """Train two controls, no attention and a short window, which show what the study can tell."""
     budget: Literal["tokens", "seconds"] = "tokens"

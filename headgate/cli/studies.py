@@ -135,6 +135,7 @@ def report(folder: str, /, *, against: str | None = None, publish: str | None = 
 
 def _show_study(folder: str, *, complete: bool = True, against: str | None = None) -> None:
     """Make the page of a study's results and print them; exit with 1 if a run failed."""
+    from headgate.compare.documents import LOSSES, read_losses
     from headgate.compare.results import differences_to
     from headgate.compare.tables import print_against, print_results
     from headgate.report.page import write_page
@@ -142,7 +143,10 @@ def _show_study(folder: str, *, complete: bool = True, against: str | None = Non
     from headgate.report.verdict import answer_sentence
 
     results = read_results(folder)
-    differences = None if against is None else differences_to(against, results)
+    differences = None
+    if against is not None:
+        beside = Path(folder) if Path(folder).is_dir() else Path(folder).parent
+        differences = differences_to(against, results, read_losses(beside / LOSSES))
     page = write_page(folder)
     print_results(results, answer_sentence(results))
     if against is not None and differences is not None:

@@ -38,7 +38,7 @@ def reproduction(folder: StudyFolder, study: Study, jobs: Sequence[Job]) -> dict
         words += [] if study.published else ["--no-published"]
     if study.ladder:
         words += ["--ladder", ",".join(f"{multiple:g}" for multiple in study.ladder)]
-        words += ["--ladder-variants"] * study.ladder_variants
+        words += ["--ladder-variants", *study.ladder_variants] if study.ladder_variants else []
     if study.budget != "tokens":
         words += ["--budget", study.budget]
     if study.threads != 1:

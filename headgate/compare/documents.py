@@ -1,4 +1,5 @@
 """documents.json: how each variant's difference spreads over the documents, and those that differ most.
+losses.safetensors: the losses themselves, of every judged run on every document.
 
 A document's difference is the variant's nats per token minus the baseline's with the same seed, averaged over
 the seeds. Documents shorter than a quarter of the mean are not picked: over a few tokens any difference is
@@ -10,16 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from headgate import files
 from headgate.compare.jobs import Job
 from headgate.compare.judging import judged_loss
+from headgate.compare.statistics import Losses
 from headgate.data.loader import Windows
 from headgate.data.shards import open_split
 from headgate.data.tokenizers import Tokenizer
+from headgate.errors import HeadgateError
+from headgate.model.tensors import read_tensors, replace_tensors
 from headgate.train.evaluate import DocumentLosses
 from headgate.train.folder import DataRecord, describe_data
 
+LOSSES = "losses.safetensors"
+TOKENS = "tokens"
 MOST = 3
 """Documents shown at either end."""
 OPENING, OPENING_TOKENS = 240, 320
@@ -40,6 +47,46 @@ def write_documents(path: Path, jobs: Sequence[Job], data: DataRecord) -> None:
     if openings is None:
         openings = files.read_sealed(path)["openings"] if path.is_file() else {}
     files.write_sealed(path, {**found, "openings": openings})
+
+
+def write_losses(path: Path, losses: Mapping[str, Losses]) -> None:
+    """Write the file, or remove it if the runs kept no losses of documents."""
+    tokens = next((of.tokens for of in losses.values() if of.tokens is not None), None)
+    if tokens is None:
+        path.unlink(missing_ok=True)
+        return
+    found = {
+        f"{label}/{seed}": torch.from_numpy(nats)
+        for label, of in losses.items()
+        for seed, nats in of.documents.items()
+    }
+    replace_tensors(path, {TOKENS: torch.from_numpy(tokens), **found})
+
+
+def read_losses(path: Path) -> dict[str, Losses]:
+    """By label; empty if there is no such file."""
+    if files.is_missing(path):
+        return {}
+    tensors = {name: tensor.numpy() for name, tensor in read_tensors(path).items()}
+    tokens = tensors.pop(TOKENS, None)
+    keys = {name: name.rpartition("/") for name in tensors}
+    if tokens is None or not all(
+        label and seed.isdecimal() and tensors[name].shape == tokens.shape
+        for name, (label, _, seed) in keys.items()
+    ):
+        raise HeadgateError(
+            f"{str(path)!r} does not hold a study's losses; expected {TOKENS}, and LABEL/SEED as long as that"
+        )
+    found: dict[str, Losses] = {}
+    for name, (label, _, seed) in sorted(keys.items(), key=lambda item: int(item[1][2])):
+        mine = found.setdefault(label, Losses({}, {}, tokens))
+        nats = tensors[name]
+        found[label] = Losses(
+            {**mine.by_seed, int(seed): float(nats.sum() / tokens.sum())},
+            {**mine.documents, int(seed): nats},
+            tokens,
+        )
+    return found
 
 
 def document_differences(jobs: Sequence[Job]) -> dict[str, Any] | None:

@@ -26,7 +26,7 @@ from headgate.compare.jobs import Job
 from headgate.compare.space import Trial
 from headgate.compare.variants import Variant
 from headgate.config import Config
-from headgate.errors import HeadgateError
+from headgate.errors import HeadgateError, suggestion
 from headgate.measure.costs import CostPlan, Costs
 from headgate.papers.paper import Paper, load_paper, shipped_papers
 from headgate.train.folder import DataRecord
@@ -67,8 +67,8 @@ class Study:
     tuning_seeds: int = 1
     ladder: tuple[float, ...] = ()
     """Multiples of the budget at which the baseline is trained, including 1; empty for none."""
-    ladder_variants: bool = False
-    """Whether the other variants are trained at them too."""
+    ladder_variants: tuple[str, ...] = ()
+    """Labels of other variants that are trained at them too; "all" stands for all."""
     published: bool = True
     """Whether variants are also judged as published if they are tuned."""
     extended: tuple[int, ...] = ()
@@ -82,6 +82,12 @@ class Study:
     """Changes to the recipe, as written on the command line."""
     steps: Mapping[str, int] = field(default_factory=dict)
     """With a budget of seconds: how many steps each variant takes in that time."""
+
+
+def on_ladder(study: Study) -> tuple[Variant, ...]:
+    """The variants that are trained at other budgets too: the baseline and those asked for."""
+    asked = study.ladder_variants
+    return tuple(v for n, v in enumerate(study.variants) if n == 0 or v.label in asked or "all" in asked)
 
 
 class StudyFolder:
@@ -114,6 +120,12 @@ class StudyFolder:
 
     def take(self, asked: Study, base: Config) -> Study:
         """Claim the folder for this study, or extend the study that it holds with what is new."""
+        of_before = self.read()[0].variants if self.begun else ()
+        labels = [variant.label for variant in (*of_before, *asked.variants)]
+        for label in asked.ladder_variants:
+            if label not in ("all", *labels):
+                hint = suggestion(label, labels)
+                raise HeadgateError(f"--ladder-variants {label!r} is no variant of the study; {hint}")
         if not self.begun:
             self.write(asked, base)
             return asked
@@ -147,7 +159,7 @@ class StudyFolder:
             space=asked.space,
             published=asked.published or not before.tune,
             ladder=asked.ladder or before.ladder,
-            ladder_variants=asked.ladder_variants or before.ladder_variants,
+            ladder_variants=tuple(dict.fromkeys(before.ladder_variants + asked.ladder_variants)),
             variants=before.variants + added,
             seeds=max(before.seeds, asked.seeds),
             extended=(*before.extended, before.seeds) if grows else before.extended,
@@ -196,7 +208,7 @@ class StudyFolder:
     def ladder(self, study: Study, base: Config, winners: Winners | None) -> dict[float, list[Job]]:
         """Runs of the baseline and, if asked for, of all variants, by multiple of the budget: with the
         settings they are judged with."""
-        chosen = study.variants if study.ladder_variants else study.variants[:1]
+        chosen = on_ladder(study)
         found: dict[float, list[Job]] = {}
         for multiple in study.ladder:
             for seed in judged_seeds(base, (study.looks or (study.seeds,))[0]):

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headgate.compare.executors.nursery import can_fork
-from headgate.compare.folder import Study, StudyFolder
+from headgate.compare.folder import Study, StudyFolder, on_ladder
 from headgate.compare.tuning import EXTENSIONS, LEAST, RUNGS
 from headgate.config import Config
 from headgate.files import read_json
@@ -106,7 +106,7 @@ def forecast(study: Study, base: Config, pace: Pace) -> list[Phase]:
     others = [multiple for multiple in study.ladder if multiple != 1]
     if others:
         seeds = (study.looks or (study.seeds,))[0]
-        chosen = labels if study.ladder_variants else labels[:1]
+        chosen = [variant.label for variant in on_ladder(study)]
         found.append(phase("ladder", chosen, seeds * sum(others), seeds * len(others)))
     return [one for one in found if one.runs]
 

@@ -21,12 +21,12 @@ from headgate.compare import statistics
 from headgate.compare.claims import judge_papers
 from headgate.compare.commands import prepare_request, reproduction
 from headgate.compare.controls import sight
-from headgate.compare.documents import write_documents
-from headgate.compare.folder import PUBLISHED, TUNED, Study, StudyFolder, Winners
+from headgate.compare.documents import LOSSES, write_documents, write_losses
+from headgate.compare.folder import PUBLISHED, TUNED, Study, StudyFolder, Winners, on_ladder
 from headgate.compare.jobs import Job, failure
 from headgate.compare.judging import family, judge_variants, judged_loss, losses_by_label
 from headgate.compare.price import prices
-from headgate.compare.statistics import Losses, compare_losses
+from headgate.compare.statistics import NAMED, Losses, compare_losses
 from headgate.compare.tables import claims_markdown, conditions, devices, headline, markdown, verdicts
 from headgate.compare.tuning import Tuner, tuning_results
 from headgate.compare.variants import Variant
@@ -52,13 +52,15 @@ MEASURED = (
 
 
 def write_results(out: str | os.PathLike[str]) -> dict[str, Any]:
-    """Write results.json, results.md as a table, documents.json if the runs kept the losses of documents, and
-    papers.md if the study measured what a paper claims."""
+    """Write results.json, results.md as a table, documents.json and losses.safetensors if the runs kept the
+    losses of documents, and papers.md if the study measured what a paper claims."""
     results, folder = study_results(out), Path(out)
     study, base = StudyFolder(out).read()
     # A task's documents are all alike: each is a sequence of the same kind.
-    jobs = [] if results["variants"][0]["answers"] else main_jobs(StudyFolder(out), study, base)
+    jobs = main_jobs(StudyFolder(out), study, base)
+    jobs = [] if results["variants"][0]["answers"] else jobs
     write_documents(folder / "documents.json", jobs, study.data)
+    write_losses(folder / LOSSES, losses_by_label(jobs))
     files.write_sealed(folder / "results.json", results)
     files.write_text(folder / "results.md", markdown(results))
     if results["claims"]:
@@ -202,9 +204,14 @@ def _ladder(
         worth = prices(of_baseline, judged, {row["label"]: row["speed"] for row in rows})
         for row in rows[1:]:
             row["price"] = worth[row["label"]]
-    if study.ladder_variants:
-        compared = {m: judge_variants(replace(study, looks=()), found) for m, found in losses.items()}
+    chosen = on_ladder(study)
+    if len(chosen) > 1:
+        of_chosen = replace(study, looks=(), variants=chosen)
+        compared = {m: judge_variants(of_chosen, found) for m, found in losses.items()}
+        labels = {variant.label for variant in chosen}
         for row in rows[1:]:
+            if row["label"] not in labels:
+                continue
             row["trend"] = [
                 {"multiple": m, "difference": asdict(found[row["label"]])} for m, found in compared.items()
             ]
@@ -214,13 +221,22 @@ def _ladder(
     ]
 
 
-def differences_to(label: str, results: Mapping[str, Any]) -> dict[str, statistics.Difference]:
-    """Every other variant compared with this one instead of the baseline, over the seeds alone, by label."""
-    losses = {variant["label"]: Losses(_losses(variant["runs"])) for variant in results["variants"]}
-    if label not in losses:
-        raise HeadgateError(f"the study has no variant {label!r}; {suggestion(label, losses)}")
+def differences_to(
+    label: str, results: Mapping[str, Any], kept: Mapping[str, Losses] | None = None
+) -> dict[str, statistics.Difference]:
+    """Every other variant compared with this one instead of the baseline, by label: over seeds and documents
+    if the losses of documents were kept (`documents.read_losses`), else over the seeds alone."""
+    alone = {variant["label"]: Losses(_losses(variant["runs"])) for variant in results["variants"]}
+    if label not in alone:
+        raise HeadgateError(f"the study has no variant {label!r}; {suggestion(label, alone)}")
+    kept = kept or {}
+    losses = {
+        name: kept[name] if name in kept and kept[name].by_seed.keys() == mine.by_seed.keys() else mine
+        for name, mine in alone.items()
+    }
+    families = {variant["label"]: variant["family"] or NAMED for variant in results["variants"]}
     reference = losses.pop(label)
-    return compare_losses(reference, losses)
+    return compare_losses(reference, losses, families=families)
 
 
 def _run(job: Job, study_folder: Path) -> dict[str, Any]:

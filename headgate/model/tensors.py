@@ -207,6 +207,16 @@ def write_tensors(
     return str(digest.hexdigest())
 
 
+def replace_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a file, or take the place of an older one at once."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write_tensors(temporary, tensors)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def read_metadata(path: Path) -> dict[str, str]:
     """The metadata of a safetensors file; only its header is read."""
     return TensorFile(path).metadata

@@ -6,12 +6,13 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import vl_convert
 
 from headgate.errors import HeadgateError
-from headgate.files import write_sealed, write_text
+from headgate.files import write_bytes, write_sealed, write_text
 from headgate.report.figures import figures
 from headgate.report.painting import ROWS, PageFigure
 from headgate.report.reading import read_results, read_suite
@@ -23,16 +24,19 @@ LEGEND = {"title": None, "orient": "bottom", "symbolOpacity": 1, "symbolLimit": 
 FONT = "Verdana, DejaVu Sans, sans-serif"
 """Equally wide, and the widest in use, so that a label never needs more room than it was given."""
 
+LOSSES = "losses.safetensors"
 OF_A_RUN = ("seed", "state", "reason", "loss", "tokens", "bits_per_byte")
 """What a published run keeps."""
 
 
 def publish_study(study: str | os.PathLike[str], folder: str | os.PathLike[str]) -> list[Path]:
     """Write a study's results.json, its tables (results.md, papers.md), the words of caution beside it
-    (note.txt), and each view of each figure as an SVG file named after both."""
+    (note.txt), the losses of its documents, and each view of each figure as an SVG file named after both."""
     results = read_results(study)
     texts = _beside(study, "results.md", "papers.md", "note.txt") | _drawn(figures(results))
-    return _write(folder, "results.json", digest(results), texts)
+    losses = Path(study) / LOSSES
+    kept = {LOSSES: losses.read_bytes()} if losses.is_file() else {}
+    return _write(folder, "results.json", digest(results), texts, kept)
 
 
 def publish_suite(suite: str | os.PathLike[str], folder: str | os.PathLike[str]) -> list[Path]:
@@ -57,7 +61,11 @@ def _drawn(made: Mapping[str, PageFigure]) -> dict[str, str]:
 
 
 def _write(
-    folder: str | os.PathLike[str], name: str, results: Mapping[str, Any], texts: Mapping[str, str]
+    folder: str | os.PathLike[str],
+    name: str,
+    results: Mapping[str, Any],
+    texts: Mapping[str, str],
+    kept: Mapping[str, bytes] = MappingProxyType({}),
 ) -> list[Path]:
     target = Path(folder)
     made = not target.exists()
@@ -66,13 +74,15 @@ def _write(
         write_sealed(target / name, results)
         for other, text in texts.items():
             write_text(target / other, text)
+        for other, data in kept.items():
+            write_bytes(target / other, data)
     except OSError as error:
         if made:
             shutil.rmtree(target, ignore_errors=True)
         raise HeadgateError(
             f"cannot write into {str(folder)!r} ({error.strerror}); --publish takes a folder, old or new"
         ) from None
-    return [target / each for each in (name, *texts)]
+    return [target / each for each in (name, *texts, *kept)]
 
 
 def digest(results: Mapping[str, Any]) -> dict[str, Any]:

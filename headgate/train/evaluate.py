@@ -22,7 +22,7 @@ from headgate.files import finite, kind
 from headgate.machine import avoid_broken_tiles
 from headgate.mechanisms.contract import probe
 from headgate.model.decoder import Decoder, header_config, load, model_file
-from headgate.model.tensors import read_tensors, write_tensors
+from headgate.model.tensors import read_tensors, replace_tensors
 from headgate.ops.documents import document_starts
 from headgate.ops.gpu import has_double
 from headgate.train import checkpoint
@@ -245,13 +245,9 @@ class _DocumentSums:
 
 
 def write_document_losses(run: str | os.PathLike[str], losses: DocumentLosses) -> None:
-    path = Path(run) / DOCUMENTS
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        write_tensors(temporary, {name: torch.from_numpy(values) for name, values in vars(losses).items()})
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    replace_tensors(
+        Path(run) / DOCUMENTS, {name: torch.from_numpy(values) for name, values in vars(losses).items()}
+    )
 
 
 def read_document_losses(run: str | os.PathLike[str]) -> DocumentLosses | None:

@@ -8,9 +8,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headgate.compare.documents import MOST, document_openings, write_documents
+from headgate.compare.documents import (
+    LOSSES,
+    MOST,
+    document_openings,
+    read_losses,
+    write_documents,
+    write_losses,
+)
 from headgate.compare.folder import StudyFolder
+from headgate.compare.judging import losses_by_label
 from headgate.compare.results import main_jobs
+from headgate.errors import HeadgateError
+from headgate.model.tensors import read_tensors, replace_tensors
 from headgate.train.evaluate import read_document_losses
 
 
@@ -61,3 +71,18 @@ def test_openings_are_never_those_of_other_data(study: Path, tmp_path: Path) -> 
     assert path.read_text() == before
     write_documents(path, [], gone)
     assert not path.exists()
+
+
+def test_the_losses_are_those_of_the_runs_or_refused(study: Path, tmp_path: Path) -> None:
+    folder = StudyFolder(study)
+    expected, found = losses_by_label(main_jobs(folder, *folder.read())), read_losses(study / LOSSES)
+    assert found.keys() == expected.keys()
+    for label, of in expected.items():
+        assert found[label].by_seed == pytest.approx(of.by_seed, rel=1e-12)
+        assert all(np.array_equal(found[label].documents[seed], nats) for seed, nats in of.documents.items())
+    path = Path(shutil.copy(study / LOSSES, tmp_path))
+    replace_tensors(path, {**read_tensors(path), "full/0": read_tensors(path)["full/0"][1:]})
+    with pytest.raises(HeadgateError, match="does not hold a study's losses"):
+        read_losses(path)
+    write_losses(path, {})
+    assert read_losses(path) == {}

@@ -39,6 +39,10 @@ def test_every_phase_has_its_runs_tokens_and_time(micro: Config) -> None:
     per_run = 0.06 * (whole + 4 * 120 / 3)
     assert phases["tuning"].seconds == pytest.approx(budget * per_run + 4 * starts * 2)
     assert phases["ladder"].tokens == pytest.approx(3 * 2.5 * whole)
+    for chosen, count in ((("other",), 2), (("all",), 4)):
+        study = replace(study, ladder_variants=chosen)
+        (ladder,) = (one for one in forecast(study, micro, Pace(speeds, 2.0)) if one.name == "ladder")
+        assert ladder.runs == count * 3 * 2
 
 
 def test_a_dry_run_prints_the_phases_and_starts_nothing(

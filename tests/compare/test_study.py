@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from waiting import HANG, wait_until
 from headgate.compare import commands as commands_module
 from headgate.compare import results as results_module
 from headgate.compare import study as study_module
+from headgate.compare.documents import LOSSES, read_losses
 from headgate.compare.jobs import failure
 from headgate.compare.results import differences_to, study_results
 from headgate.compare.study import run_study
@@ -288,6 +290,14 @@ def test_any_variant_can_be_what_others_are_compared_with(
     assert found["full"].mean == pytest.approx(-forward["mean"])
     print_against("dynamic-sparse", found)
     assert f"{found['full'].mean:+.4f}" in capsys.readouterr().out
+    kept = read_losses(study / LOSSES)
+    as_judged = differences_to("full", results, kept)
+    for row in results["variants"][1:]:
+        assert asdict(as_judged[row["label"]]) == row["difference"]
+    over_both = differences_to("dynamic-sparse", results, kept)["full"]
+    assert over_both.documents is not None
+    assert found["full"].documents is None
+    assert (over_both.mean, over_both.low) == pytest.approx((-forward["mean"], -forward["high"]))
     with pytest.raises(HeadgateError, match="no variant 'dynamic'; did you mean 'dynamic-sparse'"):
         differences_to("dynamic", results)
 

@@ -15,7 +15,7 @@ from headgate.errors import HeadgateError
 from headgate.report.figures import figures
 from headgate.report.looks import COLOURS, DARK_COLOURS, DARK_PAPER, PAPER, looks
 from headgate.report.page import groups, page, write_page
-from headgate.report.publish import publish_study
+from headgate.report.publish import LOSSES, publish_study
 from headgate.report.reading import read_results
 from headgate.report.tradeoff import frontier
 from headgate.report.verdict import answer_sentence
@@ -64,7 +64,7 @@ def test_a_published_study_is_small_and_has_every_figure(report: Path, tmp_path:
     written = publish_study(report.parent, tmp_path / "published")
     study = read_results(report.parent)
     made = figures(study)
-    assert len(written) == 3 + sum(len(figure.views) for figure in made.values()) == len(set(written))
+    assert len(written) == 4 + sum(len(figure.views) for figure in made.values()) == len(set(written))
     text = (tmp_path / "published/results.json").read_text(encoding="utf-8")
     assert len(text) < 0.7 * len((report.parent / "results.json").read_text(encoding="utf-8"))
     assert str(report.parent) not in text
@@ -72,6 +72,7 @@ def test_a_published_study_is_small_and_has_every_figure(report: Path, tmp_path:
     papers = (tmp_path / "published/papers.md").read_text(encoding="utf-8")
     assert papers.count("\n") == 2 + len(study["claims"])
     assert "| dynamic-sparse | Full Model | loss | 4.904 against 4.9266 validation loss | -0.5% |" in papers
+    assert (tmp_path / "published" / LOSSES).read_bytes() == (report.parent / LOSSES).read_bytes()
     published = json.loads(text)["variants"]
     assert [v["difference"] for v in published] == [v["difference"] for v in study["variants"]]
     assert [[run["loss"] for run in v["runs"]] for v in published] == [
