@@ -1,17 +1,50 @@
 # The second study, of docs/findings.md; its protocol is studies/second/protocol.md. Stopped, every part resumes with the
-# same command. WEB is web text: a file, a folder or an address that `headgate prepare` takes.
-.PHONY: second second-text
+# same command. WEB is web text and BOOKS long documents: files, folders or addresses that `headgate prepare` takes.
+.PHONY: second second-text second-ladder second-shelf second-novels second-narrow second-tables
 SECOND := studies/second
 SECOND_RUNS := runs/second
 WEB ?= hf://datasets/HuggingFaceFW/fineweb/sample/10BT
+BOOKS ?= $(WEB)
 CONSTANT := near-far:gate=constant,opening=0.5,window=512@full times a constant
-TUNING := --tune 6 --space "train.learning_rate=0.004..0.025,train.attention_output_rate=0.25..4,model.rope_theta=30..1000"
-second: second-text
+SPACE := train.learning_rate=0.004..0.025,train.attention_output_rate=0.25..4,model.rope_theta=30..1000
+TUNING := --tune 6 --space "$(SPACE)"
+AS_BYTES := --tokenizer byte --splits 96/2/2 --max-tokens 17000000
+CONFIRMED := dynamic-sparse head-gated context-adaptive sparse-geometric "$(CONSTANT)" short-path
+SHELF := near-far gated sinks exclusive value-residual shifted forgetting differential
+BEST ?= short-path "control: window of 16" dynamic-sparse head-gated
+second: second-text second-ladder second-shelf second-novels second-narrow second-tables
+
+$(SECOND_RUNS)/text-data/manifest.json: | $(READY)
+	$(BIN)/headgate prepare "$(WEB)" $(SECOND_RUNS)/text-data $(AS_BYTES)
+
+$(SECOND_RUNS)/novels-data/manifest.json: | $(READY)
+	$(BIN)/headgate prepare "$(BOOKS)" $(SECOND_RUNS)/novels-data $(AS_BYTES)
 
 # The confirmed contrasts: the four papers' mechanisms against full attention, and ours against full attention times a
 # learned constant. All validation documents are judged by: 2% of the text.
-second-text: $(READY)
-	$(BIN)/headgate prepare "$(WEB)" $(SECOND_RUNS)/text-data --tokenizer byte --splits 96/2/2 --max-tokens 17000000
-	$(BIN)/headgate compare dynamic-sparse head-gated context-adaptive sparse-geometric "$(CONSTANT)" short-path \
-		--recipe $(SECOND)/recipe.json --data $(SECOND_RUNS)/text-data --out $(SECOND_RUNS)/text --seeds 4 $(TUNING) \
-		--lengths 512,2048 --cost-seconds 0.5
+TEXT_STUDY = $(BIN)/headgate compare $(CONFIRMED) --recipe $(SECOND)/recipe.json --data $(SECOND_RUNS)/text-data \
+	--out $(SECOND_RUNS)/text --seeds 4 $(TUNING) --lengths 512,2048 --cost-seconds 0.5
+second-text: $(SECOND_RUNS)/text-data/manifest.json
+	$(TEXT_STUDY)
+
+# Everything below is exploratory. The same study at other budgets, with the settings that won.
+second-ladder: second-text
+	$(TEXT_STUDY) --ladder 0.25,1,4 --ladder-variants $(BEST)
+
+second-shelf: $(SECOND_RUNS)/text-data/manifest.json
+	$(BIN)/headgate compare $(SHELF) --recipe $(SECOND)/recipe.json --data $(SECOND_RUNS)/text-data \
+		--out $(SECOND_RUNS)/shelf --seeds 4 $(TUNING) --no-controls --no-cost
+
+# Another corpus.
+second-novels: $(SECOND_RUNS)/novels-data/manifest.json
+	$(BIN)/headgate compare "$(CONSTANT)" short-path dynamic-sparse --recipe $(SECOND)/recipe.json \
+		--data $(SECOND_RUNS)/novels-data --out $(SECOND_RUNS)/novels --seeds 4 $(TUNING) --no-published --no-cost
+
+# Half the width, at three budgets.
+second-narrow: $(SECOND_RUNS)/text-data/manifest.json
+	$(BIN)/headgate compare short-path dynamic-sparse head-gated --recipe $(SECOND)/recipe.json \
+		--data $(SECOND_RUNS)/text-data --out $(SECOND_RUNS)/narrow --seeds 4 $(TUNING) --no-published --no-cost \
+		--ladder 0.25,1,4 --ladder-variants all model.d_model=64 model.n_heads=2 model.n_kv_heads=1 model.d_mlp=176
+
+second-tables: $(READY)
+	$(BIN)/python $(SECOND)/tables.py --publish $(SECOND_RUNS)

@@ -1,10 +1,10 @@
 """Fills the tables of docs/findings.md from the results in the folder beside this file.
 
     python studies/second/tables.py                          # from the results as they are
-    python studies/second/tables.py --publish runs/second    # take a study's results first
+    python studies/second/tables.py --publish runs/second    # take the results of a study's parts first
     python studies/second/tables.py --check                  # code 1 if a table is not what its results say
 
-A table stands between `<!-- table NAME -->` and `<!-- end -->`.
+A table stands between `<!-- table NAME PART -->` and `<!-- end -->`; a part is a folder of results.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from headgate.compare.documents import LOSSES, read_losses
 from headgate.compare.results import differences_to
 from headgate.compare.tables import loss_of, p_value, ratio
 from headgate.files import write_text
@@ -27,13 +28,19 @@ from headgate.report.reading import read_results
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 PAGE = HERE.parents[1] / "docs" / "findings.md"
-PARTS = ("text",)
-OURS, CONSTANT = "short-path", "full times a constant"
+PARTS = ("text", "shelf", "novels", "narrow")
+CONSTANT = "full times a constant"
 Row = Mapping[str, Any]
+
+
+class NotRunYet(LookupError):
+    """A table needs results that are not here."""
 
 
 @functools.cache
 def results(part: str) -> dict[str, Any]:
+    if not (RESULTS / part).is_dir():
+        raise NotRunYet(part)
     return dict(read_results(RESULTS / part))
 
 
@@ -62,20 +69,22 @@ def cells(row: Row) -> list[str]:
     return [row["label"], loss_of(row), ends(difference), p, verdict]
 
 
-def contrasts() -> str:
+def contrasts(part: str) -> str:
     """Tuned, against tuned full attention."""
-    lines = [[*cells(row), ratio(row["speed"])] for row in rows("text")]
+    lines = [[*cells(row), ratio(row["speed"])] for row in rows(part)]
     return markdown(["", "loss", "to full, tuned", "p", "verdict", "speed"], lines)
 
 
 def mean_of(loss: Row) -> str:
+    if loss["low"] is None:
+        return "" if loss["mean"] is None else f"{loss['mean']:.4f}"
     return f"{loss['mean']:.4f} ± {loss['high'] - loss['mean']:.4f}"
 
 
-def published() -> str:
+def published(part: str) -> str:
     """The same mechanisms at the recipe's settings."""
     lines = []
-    for row in rows("text"):
+    for row in rows(part):
         as_it_is = row["published"]
         if as_it_is is not None:
             difference = as_it_is["difference"]
@@ -84,47 +93,72 @@ def published() -> str:
     return markdown(["", "loss", "to full, untuned", "verdict"], lines)
 
 
-def settings() -> str:
+def settings(part: str) -> str:
     """What each was tuned to."""
     short = {"train.learning_rate": "learning rate", "train.attention_output_rate": "output's rate"}
     lines = []
-    for row in rows("text"):
+    for row in rows(part):
         tuned = row["settings"]
         words = ", ".join(f"{short.get(k, k.rpartition('.')[2])} {v:g}" for k, v in tuned.items())
         lines.append([row["label"], words or "the recipe"])
     return markdown(["", "tuned to"], lines)
 
 
-def against() -> str:
-    """Ours and the others against full attention times a constant, over the seeds alone."""
-    found = differences_to(CONSTANT, results("text"))
+def against(part: str) -> str:
+    """All others against full attention times a constant, over seeds and documents."""
+    found = differences_to(CONSTANT, results(part), read_losses(RESULTS / part / LOSSES))
     lines = []
     for label, difference in sorted(found.items(), key=lambda item: item[1].mean or 0.0):
-        as_row = {n: getattr(difference, n) for n in ("mean", "low", "high", "verdict")}
-        lines.append([label, ends(as_row), p_value(difference.p_corrected), difference.verdict])
+        lines.append([label, ends(vars(difference)), p_value(difference.p_corrected), difference.verdict])
     return markdown(["", f"to {CONSTANT}", "p", "verdict"], lines)
 
 
-def positions() -> str:
+def positions(part: str) -> str:
     """Loss by position: what more context is worth to each."""
-    shown = [place for place in rows("text")[0]["by_position"] if place["first"] >= 4]
+    shown = [place for place in rows(part)[0]["by_position"] if place["first"] >= 4]
     lines = []
-    for row in rows("text"):
+    for row in rows(part):
         by_first = {place["first"]: place["mean"] for place in row["by_position"]}
         lines.append([row["label"], *(f"{by_first[place['first']]:.3f}" for place in shown)])
     return markdown(["", *(f"{place['first']}-{place['end'] - 1}" for place in shown)], lines)
 
 
-TABLES: dict[str, Callable[[], str]] = {
-    table.__name__: table for table in (contrasts, published, settings, against, positions)
+def ladder(part: str) -> str:
+    """Differences to full attention at each budget, and what they are worth in its compute."""
+    rungs = results(part)["ladder"]
+    if rungs is None:
+        raise NotRunYet(part)
+    lines = [[results(part)["baseline"], *(mean_of(rung) for rung in rungs), "1", "1"]]
+    for row in rows(part):
+        if row["trend"]:
+            price = row["price"] or {}
+            worth = [_worth(price.get(kind), beyond=bool(price.get("beyond"))) for kind in ("tokens", "time")]
+            lines.append([row["label"], *(ends(at["difference"]) for at in row["trend"]), *worth])
+    budgets = [f"{rung['multiple']:g}x" for rung in rungs]
+    return markdown(["", *budgets, "worth at equal tokens", "at equal time"], lines)
+
+
+def _worth(price: Row | None, *, beyond: bool) -> str:
+    if price is None:
+        return ""
+    words = f"{price['value']:.2f} ({price['low']:.2f} to {price['high']:.2f})"
+    return f"{words}, beyond the ladder" if beyond else words
+
+
+TABLES: dict[str, Callable[[str], str]] = {
+    table.__name__: table for table in (contrasts, published, settings, against, positions, ladder)
 }
 
 
 def filled(page: str) -> str:
     def table(match: re.Match[str]) -> str:
-        return f"{match[1]}\n{TABLES[match[2]]()}\n\n{match[3]}"
+        try:
+            made = TABLES[match[2]](match[3])
+        except NotRunYet:
+            made = "Not run yet."
+        return f"{match[1]}\n{made}\n\n{match[4]}"
 
-    return re.sub(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", table, page, flags=re.DOTALL)
+    return re.sub(r"(<!-- table (\w+) (\w+) -->\n).*?(<!-- end -->)", table, page, flags=re.DOTALL)
 
 
 def take(study: Path) -> None:
@@ -133,7 +167,7 @@ def take(study: Path) -> None:
     for part in PARTS:
         if not (study / part / "results.json").exists():
             continue
-        kept = {"results.json", "results.md", *re.findall(rf"results/{part}/([\w-]+\.svg)", page)}
+        kept = {"results.json", "results.md", LOSSES, *re.findall(rf"results/{part}/([\w-]+\.svg)", page)}
         (RESULTS / part).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as folder:
             for path in publish_study(study / part, folder):
