@@ -10,7 +10,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ import headgate
 from headgate import cli, config
 from headgate.config import Config, ModelConfig
 from headgate.data.tokenizers import make_tokenizer
+from headgate.measure.speed import interleaved
 from headgate.mechanisms import MECHANISMS
 from headgate.model.convert import convert
 from headgate.model.decoder import Decoder, with_mechanism
@@ -164,6 +165,8 @@ def test_the_commands_of_a_page_run(
     page: Path, room: Room, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("headgate.measure.steps.ALONE_AT", 48)
+    monkeypatch.setattr("headgate.measure.costs.interleaved", in_one_round)
+    monkeypatch.setattr("headgate.plan.cpu_timing.WORK", 1e7)  # a plan's figures need not be precise here
     for name, command in list(cli.COMMANDS.items()):
         monkeypatch.setitem(cli.COMMANDS, name, on_small_things(command, name, room))
     for line in written_commands(page):
@@ -204,6 +207,10 @@ def test_the_python_of_a_page_runs(page: str, room: Room, capsys: pytest.Capture
             convert("Qwen3-0.6B", "gated", mechanism="dynamic-sparse")
         with torch.no_grad():
             exec(compile(block, page, "exec"), given)  # noqa: S102
+
+
+def in_one_round(runs: Mapping[str, Callable[[], object]], **asked: Any) -> dict[str, list[float]]:
+    return interleaved(runs, seconds=0.0, least_rounds=1)
 
 
 def on_small_things(command: Callable[..., None], name: str, room: Room) -> Callable[..., None]:
