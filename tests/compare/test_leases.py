@@ -140,8 +140,6 @@ def test_a_run_whose_worker_fell_silent_elsewhere_is_taken_up_within_a_minute(
     elsewhere(dead)
 
     class Engine:
-        interval = 2.0
-
         def start(self, tasks: Sequence[Task]) -> None:
             if not tasks or not started:
                 started.append(0.0)  # the first start is the dead worker's own
@@ -154,6 +152,9 @@ def test_a_run_whose_worker_fell_silent_elsewhere_is_taken_up_within_a_minute(
 
         def active(self) -> set[str]:
             return set()
+
+        def wait(self) -> None:
+            time.sleep(2.0)
 
         def stop(self) -> None: ...
 

@@ -4,7 +4,6 @@ The study's folder is the only truth: a run is done when its folder says so, and
 renewed. Engines are asked only which of their tasks are still queued or running.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,14 +19,14 @@ TRIES = 4
 
 
 class Executor(Protocol):
-    interval: float
-    """Seconds between looks at the runs."""
-
     def start(self, tasks: Sequence[Task]) -> None:
         """Queue these; they have been written to the study's folder."""
 
     def active(self) -> set[str]:
         """Keys of the tasks that are queued or running, including those that an earlier process started."""
+
+    def wait(self) -> None:
+        """Until there may be news of the runs."""
 
     def stop(self) -> None:
         """Leave: runs on this machine save and end; those on a cluster continue."""
@@ -59,7 +58,7 @@ def run_tasks(
         before = executor.active()
         executor.start([task for key, task in waiting.items() if key not in before])
         while waiting:
-            time.sleep(executor.interval)
+            executor.wait()
             if cancel_mark(study).exists():
                 leave = executor.cancel
                 raise HeadgateError("the study was cancelled; the same command resumes it")

@@ -1,8 +1,10 @@
 """Runs on this machine: separate processes, a few at a time, which end with the study's process."""
 
 import os
+import select
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -38,9 +40,11 @@ class Processes:
             process.wait()
 
 
-class LocalExecutor:
-    interval = 0.2
+INTERVAL = 0.2
+"""Seconds between looks at runs that do not tell when they end."""
 
+
+class LocalExecutor:
     def __init__(self, study: Path, at_once: int) -> None:
         self.study, self.at_once = study, at_once
         self._waiting: list[Task] = []
@@ -54,6 +58,14 @@ class LocalExecutor:
     def active(self) -> set[str]:
         running = self._launch()
         return running | {task.key for task in self._waiting}
+
+    def wait(self) -> None:
+        """A nursery tells when a run has ended, so that the next begins at once."""
+        telling = [s.news for s in self._starters.values() if isinstance(s, Nursery) and s.is_alive]
+        if telling:
+            select.select(telling, [], [], INTERVAL)
+        else:
+            time.sleep(INTERVAL)
 
     def stop(self) -> None:
         if self.active():

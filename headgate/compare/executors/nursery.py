@@ -64,6 +64,11 @@ class Nursery:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
+    @property
+    def news(self) -> int:
+        """The descriptor that becomes readable when a worker has ended."""
+        return self._out.fileno()
+
     def stop(self) -> None:
         """Ask the runs to save and end, and wait for it."""
         self._process.terminate()

@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -27,8 +28,6 @@ the run itself."""
 
 
 class RayExecutor:
-    interval = 1.0
-
     def __init__(self, study: Path, address: str, settings: Mapping[str, str], nodes: int = 1) -> None:
         self.study, self.nodes = study.resolve(), nodes
         self.settings = {_RESOURCES.get(name, name): float(amount) for name, amount in settings.items()}
@@ -84,6 +83,9 @@ class RayExecutor:
 
     def active(self) -> set[str]:
         return {name.removeprefix(_prefix(self.study)) for name in _actors(self._ray, self.study)}
+
+    def wait(self) -> None:
+        time.sleep(1.0)
 
     def stop(self) -> None:
         say_how_to_return(self.active(), self.study)

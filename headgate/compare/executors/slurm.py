@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,6 @@ LEFT_BEHIND = 60
 
 
 class SlurmExecutor:
-    interval = 2.0
-
     def __init__(self, study: Path, settings: Mapping[str, str], nodes: int = 1) -> None:
         try:
             import submitit
@@ -80,6 +79,9 @@ class SlurmExecutor:
     def active(self) -> set[str]:
         queued = queued_jobs()
         return {key for key, job in _read_jobs(self.study).items() if job in queued}
+
+    def wait(self) -> None:
+        time.sleep(2.0)
 
     def stop(self) -> None:
         say_how_to_return(self.active(), self.study)
