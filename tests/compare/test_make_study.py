@@ -5,11 +5,14 @@ import shlex
 import shutil
 import subprocess
 import sys
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
 from waiting import HANG
 
+from headgate.compare.controls import with_controls
+from headgate.compare.space import parse_space
 from headgate.compare.suite import suite_tasks
 from headgate.compare.variants import parse_variants
 from headgate.config import Config, load, override
@@ -58,6 +61,31 @@ def test_its_commands_name_every_mechanism_and_every_ablation_of_the_papers() ->
             ablated = {(v.mechanism[0].name, v.ablation) for v in variants if v.ablation}
             for name in (*on_shelf("papers"), "near-far"):
                 assert {a for n, a in ablated if n == name} == set(MECHANISMS.get(name).ablations)
+
+
+def test_the_second_study_names_what_its_protocol_does() -> None:
+    shown = make("-n", "second", "WEB=web text", "BOOKS=books").replace("\\\n", "")
+    studies = [shlex.split(line)[1:] for line in shown.splitlines() if "headgate compare" in line]
+    found = {}
+    for words in studies:
+        recipe = load(Config, ROOT / words[words.index("--recipe") + 1])
+        config = override(recipe, [word for word in words if word.startswith("model.")])
+        parse_space(words[words.index("--space") + 1], config)
+        variants = parse_variants(words[1 : words.index("--recipe")], config.model)
+        if "--no-controls" not in words:
+            variants = with_controls(variants, config)
+        labels = [variant.label for variant in variants]
+        found[Path(words[words.index("--out") + 1]).name] = labels
+        if "--ladder-variants" in words:
+            rest = words[words.index("--ladder-variants") + 1 :]
+            on_it = list(takewhile(lambda word: not word.startswith("model."), rest))
+            assert on_it == ["all"] or set(on_it) < set(labels)
+        assert config.seed == 100
+    assert found.keys() == {"text", "shelf", "novels", "narrow"}
+    ours = ["full times a constant", "short-path"]
+    controls = ["control: no attention", "control: window of 16"]
+    assert sorted(found["text"]) == sorted(["full", *on_shelf("papers"), *ours, *controls])
+    assert "tables.py --publish runs/second" in shown
 
 
 def test_the_suites_of_the_tasks_name_what_their_tables_need() -> None:
