@@ -9,6 +9,7 @@ CONSTANT := near-far:gate=constant,opening=0.5,window=512@full times a constant
 SPACE := train.learning_rate=0.004..0.025,train.attention_output_rate=0.25..4,model.rope_theta=30..1000
 TUNING := --tune 6 --space "$(SPACE)"
 AS_BYTES := --tokenizer byte --splits 96/2/2 --max-tokens 17000000
+NOVELS_AS_BYTES := --tokenizer byte --splits 84/14/2 --max-tokens 20000000
 CONFIRMED := dynamic-sparse head-gated context-adaptive sparse-geometric "$(CONSTANT)" short-path
 SHELF := near-far gated sinks exclusive value-residual shifted forgetting differential
 BEST ?= short-path "control: window of 16" dynamic-sparse head-gated
@@ -18,7 +19,7 @@ $(SECOND_RUNS)/text-data/manifest.json: | $(READY)
 	$(BIN)/headgate prepare "$(WEB)" $(SECOND_RUNS)/text-data $(AS_BYTES)
 
 $(SECOND_RUNS)/novels-data/manifest.json: | $(READY)
-	$(BIN)/headgate prepare "$(BOOKS)" $(SECOND_RUNS)/novels-data $(AS_BYTES)
+	$(BIN)/headgate prepare "$(BOOKS)" $(SECOND_RUNS)/novels-data $(NOVELS_AS_BYTES)
 
 # The confirmed contrasts: the four papers' mechanisms against full attention, and ours against full attention times a
 # learned constant. All validation documents are judged by: 2% of the text.
@@ -35,7 +36,7 @@ second-shelf: $(SECOND_RUNS)/text-data/manifest.json
 	$(BIN)/headgate compare $(SHELF) --recipe $(SECOND)/recipe.json --data $(SECOND_RUNS)/text-data \
 		--out $(SECOND_RUNS)/shelf --seeds 4 $(TUNING) --no-controls --no-cost
 
-# Another corpus.
+# Another corpus; its split leaves five novels to judge by.
 second-novels: $(SECOND_RUNS)/novels-data/manifest.json
 	$(BIN)/headgate compare "$(CONSTANT)" short-path dynamic-sparse --recipe $(SECOND)/recipe.json \
 		--data $(SECOND_RUNS)/novels-data --out $(SECOND_RUNS)/novels --seeds 4 $(TUNING) --no-published --no-cost
