@@ -149,6 +149,9 @@ class TrainConfig:
     """Optimiser steps."""
     learning_rate: float
     """Peak learning rate."""
+    first_context: int | None = None
+    """Length of the first sequences, doubled in equal shares of the steps up to `context`; every step has as
+    many tokens. Default: `context` throughout."""
     documents: Literal["stream", "mask"] = "stream"
     """mask: no token attends to a document other than its own. stream: it sees everything before it."""
     document_positions: Literal["document", "stream"] = "document"
@@ -187,8 +190,9 @@ class TrainConfig:
     head_rate: float = 1.0
     mechanism_rate: float = 1.0
     """For a mechanism's own parameters."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Precision of the arithmetic; bf16 uses autocast, and the weights stay fp32."""
+    precision: Literal["fp32", "bf16", "bf16-products"] = "fp32"
+    """Precision of the arithmetic; the weights are always fp32. bf16 uses autocast. bf16-products: only the
+    factors of matrix products are rounded to bf16, on processors that are faster at that."""
     evaluate_every: int = 500
     """Steps between evaluations; the last step is always evaluated."""
     evaluate_tokens: int = 65_536
@@ -205,8 +209,13 @@ class TrainConfig:
         require_at_least(
             self, 1, "context", "batch_size", "steps", "accumulation", "evaluate_every", "evaluate_tokens"
         )
-        require_at_least(self, 1, "document_tokens")
+        require_at_least(self, 1, "document_tokens", "first_context")
         require_at_most("context", self.context, MOST_TOKENS)
+        if self.contexts[0] != (self.first_context or self.context):
+            raise HeadgateError(
+                f"first_context={self.first_context} cannot be doubled until it is context={self.context}; "
+                "choose the context divided by 2, 4, 8, ..."
+            )
         require_at_most("batch_size", self.batch_size, MOST_SEQUENCES)
         require_at_most("accumulation", self.accumulation, MOST_SEQUENCES)
         require_at_least(self, 0, "warmup_steps", "weight_decay", "final_learning_rate")
@@ -238,6 +247,18 @@ class TrainConfig:
                 f"warmup_steps={self.warmup_steps} and warmup_share={self.warmup_share} both set the "
                 "length of the warm-up; set one of them to 0"
             )
+
+    @property
+    def contexts(self) -> tuple[int, ...]:
+        """The lengths that sequences have, each for an equal share of the steps."""
+        found = [self.context]
+        while found[0] % 2 == 0 and found[0] > (self.first_context or self.context):
+            found.insert(0, found[0] // 2)
+        return tuple(found)
+
+    def context_at(self, step: int) -> int:
+        """The length of the sequences of a step, the first being step 1."""
+        return self.contexts[(step - 1) * len(self.contexts) // self.steps]
 
     @property
     def warmup(self) -> int:

@@ -36,7 +36,7 @@ from headgate.mechanisms import Mechanism
 from headgate.mechanisms.contract import Heads
 from headgate.model.decoder import Decoder
 from headgate.train.distributed import World
-from headgate.train.evaluate import autocast
+from headgate.train.evaluate import autocast, rounded_products
 from headgate.train.loop import refuse_too_large
 from headgate.train.optim import clip_gradients, gradient_norm, make_optimizer, output_rates
 
@@ -156,9 +156,10 @@ def training_step(decoder: Decoder, train: TrainConfig, length: int) -> Callable
     )
 
     def step() -> None:
-        with autocast(where, train.precision):
-            loss = decoder(tokens[:, :-1], tokens[:, 1:])
-        loss.backward()
+        with rounded_products(train.precision):
+            with autocast(where, train.precision):
+                loss = decoder(tokens[:, :-1], tokens[:, 1:])
+            loss.backward()
         clip_gradients(parameters, gradient_norm(parameters, rates), train.clip)
         optimizer.step()
         optimizer.zero_grad()
@@ -340,19 +341,31 @@ def crossover(speed: Mapping[int, float], measure: Callable[[int], float]) -> tu
 
 
 def training_speeds(configs: Mapping[str, Config], threads: int) -> dict[str, Speed]:
-    """How fast each config trains at its own context, as in a study's runs; the first is the baseline."""
+    """How fast each config trains at its own context, as in a study's runs; the first is the baseline. If
+    sequences grow, a step is the mean over their lengths."""
     keep_memory()
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        steps = {
-            label: training_step(build(config), config.train, config.train.context)
-            for label, config in configs.items()
-        }
+        steps = {label: _steps_as_they_grow(config) for label, config in configs.items()}
         times = interleaved(steps, seconds=3.0 * len(steps), least_rounds=5, most_rounds=20)
     finally:
         torch.set_num_threads(before)
+    for label, asked in configs.items():
+        times[label] = [seconds / len(asked.train.contexts) for seconds in times[label]]
     return _speeds(times, next(iter(configs)))
+
+
+def _steps_as_they_grow(config: Config) -> Callable[[], None]:
+    """A function that does a step at each of the lengths that sequences have."""
+    decoder = build(config)
+    steps = [training_step(decoder, config.train, length) for length in config.train.contexts]
+
+    def step() -> None:
+        for each in steps:
+            each()
+
+    return step
 
 
 def step_seconds(configs: Mapping[str, Config], threads: int) -> dict[str, float]:

@@ -310,10 +310,29 @@ def _answers(sums: Tensor, groups: tuple[AnswerGroup, ...]) -> Answers:
     )
 
 
-def autocast(device: torch.device, precision: str) -> torch.autocast:
-    if device.type == "cpu" and precision == "bf16":
+@contextmanager
+def autocast(device: torch.device, precision: str) -> Iterator[None]:
+    """The arithmetic of a forward pass."""
+    half = precision == "bf16"
+    if device.type == "cpu" and half:
         avoid_broken_tiles()
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=half), rounded_products(precision):
+        yield
+
+
+@contextmanager
+def rounded_products(precision: str) -> Iterator[None]:
+    """The arithmetic of matrix products in fp32, forward and backward, for all of this process."""
+    if precision != "bf16-products":
+        yield
+        return
+    avoid_broken_tiles()
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from headgate.options import RunOptions
 from headgate.progress import Progress, duration
 from headgate.train import checkpoint
 from headgate.train.distributed import World, hold_gradients, join
-from headgate.train.evaluate import autocast, evaluate, write_document_losses
+from headgate.train.evaluate import autocast, evaluate, rounded_products, write_document_losses
 from headgate.train.folder import (
     DataRecord,
     RunFolder,
@@ -84,6 +84,7 @@ def train(
     keep_memory()
     check_trackers(options.track)
     with join(options.device) as world, ExitStack() as stack:
+        stack.enter_context(rounded_products(asked.train.precision))
         world.share(asked.train.batch_size)  # raises if the batch cannot be shared evenly
         splits = [open_split(data, name, verify=world.is_first) for name in ("train", "val")]
         record = describe_data(data, *splits)
@@ -199,10 +200,11 @@ class Trainer:
         batches = [next(self.loader) for _ in range(train.accumulation)]
         counted = sum(int((batch[1] != IGNORED).sum()) for batch in batches)
         scale = world.size / max(1.0, world.sum([counted])[0])
+        context = train.context_at(number)
         loss_sum = torch.zeros((), device=world.device)
         for n, batch in enumerate(batches):
-            tokens, targets = (send(t, world.device) for t in batch[:2])
-            ids = [send_ids(t, world.device) for t in batch[2:]]
+            tokens, targets = (send(t.view(-1, context), world.device) for t in batch[:2])
+            ids = [send_ids(t.view(-1, context), world.device) for t in batch[2:]]
             with hold_gradients(self.model, hold=n + 1 < len(batches)):
                 with autocast(world.device, train.precision):
                     loss = self.model(
@@ -251,6 +253,8 @@ class Trainer:
             "memory_peak": memory_peak(world.device),
             "skipped": self.state.skipped,
         }
+        if train.first_context is not None:
+            line["context"] = context
         return line, (stop.signal or signal.SIGTERM) if stopping else 0, bool(save)
 
     def save(self) -> None:
