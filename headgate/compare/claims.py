@@ -59,9 +59,9 @@ def judge_papers(
     for paper in papers:
         found = []
         for claim in paper.claims:
-            mechanism = Variant.parse(claim.variant).mechanism
+            meaning = Variant.parse(claim.variant).meaning
             pairs = zip(variants, measured, strict=True)
-            row = next((row for variant, row in pairs if variant.mechanism == mechanism), None)
+            row = next((row for variant, row in pairs if variant.meaning == meaning), None)
             judged = None if row is None else judge(claim, row)
             if judged is not None:
                 found.append(asdict(judged) | {"claim": {"paper": paper.paper, **claim.to_dict()}})

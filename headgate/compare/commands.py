@@ -112,8 +112,9 @@ def _prepare_options(request: Mapping[str, Any]) -> list[str]:
 def _written(variant: Variant, relative: Callable[[str | Path], str]) -> str:
     """The variant as written on the command line, with the file of its mechanism if it is in one."""
     plain, whole = [], []
-    for spec in variant.mechanism:
-        options = ",".join(f"{key}={json.dumps(value)}" for key, value in spec.options.items())
+    for n, spec in enumerate(variant.mechanism):
+        stated = {**spec.options, **(variant.settings if n == 0 else {})}
+        options = ",".join(f"{key}={json.dumps(value)}" for key, value in stated.items())
         words = variant.ablation or options.replace(chr(34), "")
         plain.append(f"{spec.name}:{words}" if words else spec.name)
         file = _own_file(spec.name)

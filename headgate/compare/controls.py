@@ -32,9 +32,9 @@ def control_variants(base: Config) -> tuple[Variant, ...]:
 
 def with_controls(variants: Sequence[Variant], base: Config) -> tuple[Variant, ...]:
     """The variants followed by the controls, except those that the user named anyway."""
-    named = [variant.mechanism for variant in variants]
+    named = [variant.meaning for variant in variants]
     labels = {variant.label for variant in variants}
-    added = [control for control in control_variants(base) if control.mechanism not in named]
+    added = [control for control in control_variants(base) if control.meaning not in named]
     return (*variants, *(replace(c, label=f"{c.label} ") if c.label in labels else c for c in added))
 
 
@@ -42,7 +42,7 @@ def find_controls(variants: Sequence[Variant], base: Config) -> dict[str, str]:
     """The labels of the variants that serve as controls, by role."""
     found = {}
     for role, control in zip((ALONE, SHORT), control_variants(base), strict=True):
-        label = next((v.label for v in variants if v.mechanism == control.mechanism), None)
+        label = next((v.label for v in variants if v.meaning == control.meaning), None)
         if label is not None:
             found[role] = label
     return found

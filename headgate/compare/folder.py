@@ -83,6 +83,10 @@ class Study:
     steps: Mapping[str, int] = field(default_factory=dict)
     """With a budget of seconds: how many steps each variant takes in that time."""
 
+    def steps_of(self, variant: Variant, base: Config) -> int:
+        """How many steps a variant is trained for."""
+        return self.steps.get(variant.label) or variant.config(base).train.steps
+
 
 def on_ladder(study: Study) -> tuple[Variant, ...]:
     """The variants that are trained at other budgets too: the baseline and those asked for."""
@@ -144,8 +148,8 @@ class StudyFolder:
         known = {variant.label: variant for variant in before.variants}
         for variant in asked.variants:
             old_variant = known.get(variant.label)
-            if old_variant is not None and old_variant.mechanism != variant.mechanism:
-                found.append(f"{variant.label!r} meaning {old_variant.pattern}, not {variant.pattern}")
+            if old_variant is not None and old_variant.meaning != variant.meaning:
+                found.append(f"{variant.label!r} meaning {old_variant.meaning}, not {variant.meaning}")
         if found:
             raise HeadgateError(
                 f"{str(self.path)!r} is a study with {'; '.join(found)}; choose another folder"
@@ -181,8 +185,9 @@ class StudyFolder:
         **more: Any,
     ) -> Job:
         """A run in `place`, with its own settings and, as a multiple of the study's, another budget."""
-        steps = max(1, round(multiple * study.steps.get(variant.label, base.train.steps)))
-        every = max(1, round(base.train.evaluate_every * steps / base.train.steps))
+        own = variant.config(base).train
+        steps = max(1, round(multiple * study.steps_of(variant, base)))
+        every = max(1, round(own.evaluate_every * steps / own.steps))
         changed = [f"train.steps={steps}", f"train.evaluate_every={every}"]
         if (steps, every) == (base.train.steps, base.train.evaluate_every):
             changed = []
@@ -193,7 +198,7 @@ class StudyFolder:
             folder=self.path / place / variant.folder / f"seed-{seed}",
             log=self.path / "logs" / f"{name}.txt",
             steps=steps,
-            settings=(*changed, *settings),
+            settings=(*variant.words, *changed, *settings),
             **more,
         )
 

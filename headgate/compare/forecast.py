@@ -75,6 +75,7 @@ def past_speeds(folder: StudyFolder, study: Study, base: Config) -> dict[str, fl
 def forecast(study: Study, base: Config, pace: Pace) -> list[Phase]:
     """By phase."""
     train, validation = base.train, study.data.val_tokens
+    own = {variant.label: variant.config(base).train for variant in study.variants}
     evaluated = min(train.evaluate_tokens, validation)
     # The last evaluation goes on to the losses of the documents.
     documents = max(evaluated, min(train.document_tokens or validation, validation)) - evaluated
@@ -90,7 +91,7 @@ def forecast(study: Study, base: Config, pace: Pace) -> list[Phase]:
         return Phase(name, runs * len(labels), sum(trained.values()), work)
 
     def tokens_of(label: str) -> float:
-        return train.tokens * study.steps.get(label, train.steps) / train.steps
+        return own[label].tokens * study.steps.get(label, own[label].steps) / own[label].steps
 
     labels = [variant.label for variant in study.variants]
     controls = [variant.label for variant in study.variants if variant.control]

@@ -85,8 +85,11 @@ def study_results(out: str | os.PathLike[str]) -> dict[str, Any]:
         runs = {label: [run for run in mine if run["state"] != "not run"] for label, mine in runs.items()}
     circumstances = _circumstances(jobs)
     comparable = costs is not None or len(devices(circumstances["machines"])) <= 1
+    own_pace = {variant.label for variant in study.variants if variant.own_pace}
+    # Costs are of the recipe's steps; where some train by others, the runs' own speeds are compared.
+    of_steps = None if own_pace else costs
     seconds = {
-        label: _seconds_per_token(label, runs[label], costs, base) if comparable else math.nan
+        label: _seconds_per_token(label, runs[label], of_steps, base) if comparable else math.nan
         for label in labels
     }
     losses = losses_by_label(jobs)
@@ -106,9 +109,9 @@ def study_results(out: str | os.PathLike[str]) -> dict[str, Any]:
             "control": variant.control,
             "family": None if label == baseline else family(variant),
             "own_options": {} if variant.ablation else _own_options(variant),
-            "options": variant.options(base.model),
-            "steps": study.steps.get(label, base.train.steps),
-            "settings": {} if winners is None else dict(winners[label].settings),
+            "options": variant.options(variant.config(base).model),
+            "steps": study.steps_of(variant, base),
+            "settings": {**({} if winners is None else winners[label].settings), **variant.settings},
             "published": published.get(label),
             "runs": runs[label],
             "loss": asdict(statistics.interval(list(losses[label].by_seed.values()))),
@@ -123,7 +126,7 @@ def study_results(out: str | os.PathLike[str]) -> dict[str, Any]:
             "answers": _answers(runs[label]),
             "gates": _gates(runs[label]),
             **_summary(jobs, label),
-            **_speed_and_memory(label, costs, base),
+            **_speed_and_memory(label, None if label in own_pace else costs, base),
         }
         variants.append(row)
     results: dict[str, Any] = {

@@ -85,8 +85,9 @@ class Trial:
         if own:
             specs = [replace(spec, options={**spec.options, **own}) for spec in variant.mechanism]
             variant = replace(variant, mechanism=tuple(specs))
-        shared = (f"{key}={value}" for key, value in self.settings.items() if not key.startswith(OWN))
-        return variant, tuple(shared)
+        shared = self.settings.keys() - variant.settings.keys()  # what a variant sets itself is not tuned
+        words = (f"{k}={v}" for k, v in self.settings.items() if k in shared and not k.startswith(OWN))
+        return variant, tuple(words)
 
 
 def parse_space(text: str, base: Config) -> tuple[Dimension, ...]:

@@ -75,8 +75,9 @@ def run_study(
         cost=CostPlan(parse_lengths(options.lengths), options.cost_seconds),
         settings=tuple(overrides),
     )
-    check_fit(base, asked.data, *splits)
-    World(0, engine.processes * engine.nodes, device()).share(base.train.batch_size)
+    for own in [base, *(variant.config(base) for variant in asked.variants if variant.settings)]:
+        check_fit(own, asked.data, *splits)
+        World(0, engine.processes * engine.nodes, device()).share(own.train.batch_size)
     if asked.tune:
         draw_trials(parse_space(asked.space, base), (), asked.tune)  # refuses now what cannot be drawn
     claims = None if options.claims is None else load_paper(options.claims)
@@ -133,9 +134,11 @@ def _forecast(folder: StudyFolder, study: Study, base: Config, at_once: int) -> 
     seconds, source = past_speeds(folder, study, base), "this study's finished runs"
     if any(variant.label not in seconds for variant in study.variants):
         configs = {variant.label: variant.config(base) for variant in study.variants}
-        tokens = base.train.tokens / base.train.steps / base.train.accumulation
-        measured = step_seconds(configs, study.threads)
-        seconds, source = {label: spent / tokens for label, spent in measured.items()}, "steps taken just now"
+        measured, source = step_seconds(configs, study.threads), "steps taken just now"
+        seconds = {
+            label: measured[label] * own.steps * own.accumulation / own.tokens
+            for label, own in ((label, of.train) for label, of in configs.items())
+        }
     print_forecast(study, forecast(study, base, Pace(seconds, start_seconds())), at_once, source)
 
 
@@ -159,8 +162,9 @@ class Phases:
         configs = {variant.label: variant.config(base) for variant in [baseline, *missing]}
         seconds = step_seconds(configs, self.study.threads)
         steps = dict(self.study.steps)
+        of_step = {label: seconds[label] * own.train.accumulation for label, own in configs.items()}
         for variant in missing:
-            relative = seconds[baseline.label] / seconds[variant.label]
+            relative = of_step[baseline.label] / of_step[variant.label]
             steps[variant.label] = max(1, round(base.train.steps * relative))
         self._note(replace(self.study, steps=steps))
 

@@ -69,9 +69,15 @@ def run_suite(
     """Run the suite, or what is left of it, and write its results; returns whether every run finished."""
     options = options or SuiteOptions()
     tasks = suite_tasks(options, overrides)
+    variants = parse_variants(names or MECHANISMS.names(), get_recipe(RECIPE).model)
+    for own in (variant for variant in variants if variant.settings):
+        raise HeadgateError(
+            f"variant {own.label!r} has settings of its own, {', '.join(own.words)}; the suite trains all "
+            "variants alike, so give them for all, as words without a variant"
+        )
     asked = SuitePlan(
         tasks={name: source for name, (source, _) in tasks.items()},
-        variants=parse_variants(names or MECHANISMS.names(), get_recipe(RECIPE).model),
+        variants=variants,
         rates=options.learning_rates,
         tuning_seeds=options.tuning_seeds,
         seeds=options.seeds,
@@ -255,8 +261,8 @@ def _take(folder: Path, asked: SuitePlan) -> SuitePlan:
             found.append(f"{name} as {before.tasks[name]}, not {source}")
     known = {variant.label: variant for variant in before.variants}
     for variant in asked.variants:
-        if variant.label in known and known[variant.label].mechanism != variant.mechanism:
-            found.append(f"{variant.label!r} meaning {known[variant.label].pattern}, not {variant.pattern}")
+        if variant.label in known and known[variant.label].meaning != variant.meaning:
+            found.append(f"{variant.label!r} meaning {known[variant.label].meaning}, not {variant.meaning}")
     if found:
         raise HeadgateError(f"{str(folder)!r} is a suite with {'; '.join(found)}; choose another folder")
     added = tuple(variant for variant in asked.variants if variant.label not in known)

@@ -159,7 +159,7 @@ class Tuner:
     def jobs(self, variant: Variant, trial: Trial, rung: int) -> list[Job]:
         """A trial's runs up to this rung, one for each tuning seed."""
         changed, settings = trial.of(variant)
-        steps = self.study.steps.get(variant.label, self.base.train.steps)
+        steps = self.study.steps_of(variant, self.base)
         first = max(1, round(RUNGS[0] * steps))
         until = steps if RUNGS[rung] == 1 else min(steps, round(RUNGS[rung] / RUNGS[0]) * first)
         cheap = (f"train.evaluate_every={first}", f"train.document_tokens={self.base.train.evaluate_tokens}")

@@ -1,16 +1,18 @@
 """What a study compares: a mechanism, or a pattern of them over the layers, under a label.
 
 Written as everywhere else (`grammar.parse_mechanisms`); a label of your own may follow after @, as in
-`sparse-geometric:gate=log@log gate`.
+`sparse-geometric:gate=log@log gate`. An option whose name has a dot is a setting of the recipe for this
+variant alone: `full:train.first_context=512@growing`.
 """
 
 import hashlib
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from headgate import config
 from headgate.config import Config, ModelConfig
 from headgate.errors import HeadgateError
 from headgate.files import SEAL
@@ -18,6 +20,12 @@ from headgate.grammar import MechanismSpec, parse_mechanisms, split_mechanisms
 from headgate.mechanisms.contract import MECHANISMS, make_options, on_shelf
 
 BASELINE = "full"
+FIXED = {
+    "model.mechanism": "is what it is named by",
+    "model.vocab_size": "is that of the data",
+    "train.steps": "is the study's budget, the same for all",
+}
+"""Settings that a variant cannot have of its own, and why."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +38,19 @@ class Variant:
     """The registered ablation that its options make up, if they do."""
     control: bool = False
     """Whether it was added to see what the study can tell, rather than asked for."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Changes to the recipe for this variant alone, by dotted name."""
 
     @classmethod
     def parse(cls, text: str) -> "Variant":
         body, at, label = text.partition("@")
-        specs = parse_mechanisms(body)
+        written = parse_mechanisms(body)
+        settings = {key: value for spec in written for key, value in spec.options.items() if "." in key}
+        specs = (
+            tuple(replace(s, options=_without(settings, s.options)) for s in written) if settings else written
+        )
+        for setting in settings.keys() & FIXED.keys():
+            raise HeadgateError(f"variant {text!r} sets {setting}, which {FIXED[setting]}; leave it out")
         if at and not label.strip():
             raise HeadgateError(
                 f"variant {text!r} has an empty label; write it after the @, or leave the @ out"
@@ -47,9 +63,9 @@ class Variant:
             raise HeadgateError(
                 f"variant {text!r} has the label {SEAL!r}, which a study's files use; choose another"
             )
-        ablation = _ablation(specs[0]) if len(specs) == 1 else None
+        ablation = _ablation(specs[0]) if len(specs) == 1 and not settings else None
         plain = "+".join(written.without_file for written in split_mechanisms(body))
-        return cls(label.strip() if at else plain, specs, ablation)
+        return cls(label.strip() if at else plain, specs, ablation, settings=settings)
 
     @property
     def folder(self) -> str:
@@ -64,13 +80,37 @@ class Variant:
         """The mechanisms as `headgate train` takes them."""
         return json.dumps([asdict(spec) for spec in self.mechanism])
 
+    @property
+    def meaning(self) -> str:
+        """What two variants of one label must agree in."""
+        return " ".join([self.pattern, *self.words])
+
+    @property
+    def own_pace(self) -> bool:
+        """Whether its training steps are not those of the recipe."""
+        return any(setting.startswith("train.") for setting in self.settings)
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Its settings, as `headgate train` takes them."""
+        return tuple(f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in self.settings.items())
+
     def config(self, base: Config) -> Config:
-        """The study's settings with this mechanism."""
-        return replace(base, model=replace(base.model, mechanism=self.mechanism))
+        """The study's settings with this mechanism, and its own; it is trained on as many tokens."""
+        own = config.override(base, self.words)
+        if own.train.tokens != base.train.tokens:
+            steps = max(1, round(own.train.steps * base.train.tokens / own.train.tokens))
+            every = max(1, round(own.train.evaluate_every * steps / own.train.steps))
+            own = replace(own, train=replace(own.train, steps=steps, evaluate_every=every))
+        return replace(own, model=replace(own.model, mechanism=self.mechanism))
 
     def options(self, model: ModelConfig) -> list[dict[str, Any]]:
         """Every option of each mechanism of the pattern, with its value in this model."""
         return [asdict(make_options(s.name, s.options, model.shared_options)) for s in self.mechanism]
+
+
+def _without(settings: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in options.items() if key not in settings}
 
 
 def _ablation(spec: MechanismSpec) -> str | None:
@@ -83,9 +123,9 @@ def _ablation(spec: MechanismSpec) -> str | None:
 def parse_variants(names: Sequence[str], model: ModelConfig) -> tuple[Variant, ...]:
     """The baseline first, then the named ones or the four papers' mechanisms."""
     found = [Variant.parse(name) for name in names or on_shelf("papers")]
-    if not any(variant.mechanism == (MechanismSpec(BASELINE),) for variant in found):
+    if not any(is_baseline(variant) for variant in found):
         found.insert(0, Variant.parse(BASELINE))
-    found.sort(key=lambda variant: variant.mechanism != (MechanismSpec(BASELINE),))
+    found.sort(key=lambda variant: not is_baseline(variant))
     for n, variant in enumerate(found):
         variant.options(model)  # options that no mechanism takes are refused before anything runs
         for other in found[:n]:
@@ -95,6 +135,10 @@ def parse_variants(names: Sequence[str], model: ModelConfig) -> tuple[Variant, .
                     f"{variant.label}@another"
                 )
     return tuple(found)
+
+
+def is_baseline(variant: Variant) -> bool:
+    return variant.mechanism == (MechanismSpec(BASELINE),) and not variant.settings
 
 
 def with_ablations(text: str) -> tuple[str, ...]:

@@ -14,13 +14,16 @@ import pytest
 from study_examples import CLAIM, LABEL, asked, write_recipe
 from waiting import HANG, wait_until
 
+from headgate import config
 from headgate.compare import commands as commands_module
 from headgate.compare import results as results_module
 from headgate.compare import study as study_module
+from headgate.compare.controls import with_controls
 from headgate.compare.documents import LOSSES, read_losses
 from headgate.compare.jobs import failure
 from headgate.compare.results import differences_to, study_results
 from headgate.compare.study import run_study
+from headgate.compare.suite import run_suite
 from headgate.compare.tables import print_against
 from headgate.compare.variants import Variant, parse_variants, with_ablations
 from headgate.config import Config
@@ -49,6 +52,75 @@ def test_variants_are_written_in_words(micro: Config) -> None:
     assert with_ablations("head-gated") == (
         "head-gated", "head-gated:no-gate", "head-gated:local-only", "head-gated:global-only"
     )  # fmt: skip
+
+
+def test_a_variant_has_settings_of_its_own(data: Path, micro: Config, tmp_path: Path) -> None:
+    """Here three that train on long and short sequences: on as many tokens, and judged by the same ones."""
+    names = [
+        "full:train.first_context=6@growing",
+        "full:train.context=12,train.batch_size=2@short",
+        "near-far:window=4,model.rope_theta=50",
+    ]
+    options = StudyOptions(
+        recipe=str(write_recipe(micro, tmp_path)), seeds="2", tune=2, cost=False, controls=False,
+        space="train.first_context=[6,24]", ladder="0.5,2", ladder_variants=("growing",),
+    )  # fmt: skip
+    out = tmp_path / "study"
+    assert run_study(names, data, out, ["train.steps=8"], options)
+    rows = {row["label"]: row for row in read_results(out)["variants"]}
+    growing, short, own_base = (rows[label] for label in list(rows)[1:])
+    assert list(rows)[3] == "near-far:window=4,model.rope_theta=50"
+    assert [row["steps"] for row in rows.values()] == [8, 8, 32, 8]
+    assert {run["tokens"] for row in rows.values() for run in row["runs"]} == {8 * 96}
+    assert {run["judged_tokens"] for row in rows.values() for run in row["runs"]} == {
+        rows["full"]["runs"][0]["judged_tokens"]
+    }
+    assert short["difference"]["documents"] == growing["difference"]["documents"] > 2
+    assert growing["settings"] == {"train.first_context": 6}  # it is not tuned over what it sets itself
+    assert short["settings"]["train.context"] == 12
+    assert own_base["own_options"] == {"window": 4}
+    trained = config.load(Config, out / own_base["runs"][0]["folder"] / "config.json")
+    assert trained.model.rope_theta == 50
+    ladder = config.load(Config, next(out.glob("ladder/2/*/growing/seed-0/config.json")))
+    assert (ladder.train.steps, ladder.train.first_context) == (16, 6)
+    command = read_results(out)["commands"]["compare"]
+    assert [Variant.parse(word).meaning for word in command[2:5]] == [Variant.parse(n).meaning for n in names]
+    assert run_study(names, data, out, ["train.steps=8"], options)
+    with pytest.raises(HeadgateError, match=r"'growing' meaning .* train.first_context=6, not .*=12"):
+        run_study(["full:train.first_context=12@growing"], data, out, ["train.steps=8"], options)
+
+
+def test_a_variant_with_settings_is_no_control_and_meets_no_claim(micro: Config) -> None:
+    alone = "local:window=0,train.learning_rate=0.1@slow"
+    assert len(with_controls(parse_variants([alone], micro.model), micro)) == 4
+    assert Variant.parse("dynamic-sparse:no-gate").ablation == "no-gate"
+    assert Variant.parse("dynamic-sparse:no-gate,train.betas=[0.9,0.9]").ablation is None
+    assert Variant.parse("local:train.betas=[0.9,0.9]").words == ("train.betas=[0.9, 0.9]",)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "full:train.steps=5",
+            "sets train.steps, which is the study's budget, the same for all; leave it out",
+        ),
+        ("full:model.mechanism=local", "sets model.mechanism, which is what it is named by"),
+        ("local:train.contxt=5", "unknown key 'train.contxt'; did you mean 'context'"),
+        ("local:train.context=900000", "too few for a window of 900000"),
+    ],
+)
+def test_settings_that_a_variant_cannot_have_are_refused(
+    name: str, message: str, data: Path, micro: Config, tmp_path: Path
+) -> None:
+    options = StudyOptions(recipe=str(write_recipe(micro, tmp_path)))
+    with pytest.raises(HeadgateError) as error:
+        run_study([name], data, tmp_path / "study", [], options)
+    assert message in str(error.value)
+    assert not (tmp_path / "study").exists()
+    with pytest.raises(HeadgateError):
+        run_suite([name], tmp_path / "suite")
+    assert not (tmp_path / "suite").exists()
 
 
 def test_folders_of_variants_are_safe_and_their_own() -> None:

@@ -28,6 +28,7 @@ from headgate.mechanisms.contract import MECHANISMS
 from headgate.mechanisms.full import Full
 from headgate.options import RunOptions
 from headgate.train import checkpoint
+from headgate.train.evaluate import rounded_products
 from headgate.train.folder import RunFolder, read_config, read_metrics
 from headgate.train.loop import train
 from headgate.train.trackers import TRACKERS
@@ -129,6 +130,52 @@ def test_the_first_step_is_adamw_on_the_mean_loss_of_the_batch(
         moved = parameter.grad / (parameter.grad.abs() + 1e-8)
         expected = parameter.detach() * (1 - rate * decay) - rate * moved
         assert torch.allclose(trained[name], expected, rtol=1e-4, atol=2e-5), name
+
+
+def test_sequences_grow_in_equal_shares_of_the_steps(data: Path, micro: Config, tmp_path: Path) -> None:
+    config = changed(micro, steps=7, first_context=6)
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    train(config, data, whole)
+    lines = read_metrics(whole)
+    assert [line["context"] for line in lines] == [6, 6, 6, 12, 12, 24, 24]
+    assert {line["tokens"] - 96 * line["step"] for line in lines} == {0}
+    decoder = headgate.build_model(config)
+    tokens, targets = next(Loader(open_split(data, "train"), length=24, batch_size=4, seed=0))
+    loss = decoder(tokens.view(16, 6), targets.view(16, 6))
+    assert lines[0]["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    train(config, data, resumed, RunOptions(until=4))
+    train(config, data, resumed)
+    assert_same_run(whole, resumed)
+    alone = tmp_path / "masked"
+    train(replace(config, train=replace(config.train, documents="mask")), data, alone)
+    assert read_metrics(alone)[-1]["loss"] is not None
+
+
+@pytest.mark.parametrize("first", [5, 48])
+def test_sequences_that_cannot_grow_to_the_context_are_refused(micro: Config, first: int) -> None:
+    with pytest.raises(
+        HeadgateError, match=f"first_context={first} cannot be doubled until it is context=24"
+    ):
+        changed(micro, first_context=first)
+
+
+def test_products_of_rounded_factors_change_little_and_nothing_else(
+    data: Path, micro: Config, tmp_path: Path
+) -> None:
+    before = torch.get_float32_matmul_precision()
+    runs = {name: tmp_path / name for name in ("fp32", "rounded", "resumed")}
+    rounded = changed(micro, precision="bf16-products")
+    train(micro, data, runs["fp32"])
+    train(rounded, data, runs["rounded"])
+    train(rounded, data, runs["resumed"], RunOptions(until=2))
+    train(rounded, data, runs["resumed"])
+    assert torch.get_float32_matmul_precision() == before
+    assert_same_run(runs["rounded"], runs["resumed"])
+    pairs = zip(read_metrics(runs["fp32"]), read_metrics(runs["rounded"]), strict=True)
+    assert all(one["loss"] == pytest.approx(other["loss"], abs=0.02) for one, other in pairs)
+    assert weights(runs["rounded"]).keys() == weights(runs["fp32"]).keys()
+    with rounded_products("bf16-products"):
+        assert torch.get_float32_matmul_precision() == "medium"
 
 
 def test_accumulation_only_changes_how_a_batch_is_computed(data: Path, micro: Config, tmp_path: Path) -> None:
