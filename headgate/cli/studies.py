@@ -22,8 +22,9 @@ def compare(
 
     Args:
         names: Mechanisms, such as dynamic-sparse, sparse-geometric:gate=log, local+full or ./mine.py:mine; a
-            label of your own may follow after @. Default: the four papers' mechanisms. The baseline, full
-            attention, is always added.
+            label of your own may follow after @. An option with a dot changes the recipe for this variant
+            alone, as in full:train.first_context=512@growing. Default: the four papers' mechanisms. The
+            baseline, full attention, is always added.
         data: A folder written by `headgate prepare`.
         out: The study folder. Run the same command again to resume; more names or seeds extend the study.
         override: Change a setting of the recipe, as in train.steps=100; can also be given as a bare word.

@@ -85,9 +85,13 @@ class Trial:
         if own:
             specs = [replace(spec, options={**spec.options, **own}) for spec in variant.mechanism]
             variant = replace(variant, mechanism=tuple(specs))
-        shared = self.settings.keys() - variant.settings.keys()  # what a variant sets itself is not tuned
-        words = (f"{k}={v}" for k, v in self.settings.items() if k in shared and not k.startswith(OWN))
-        return variant, tuple(words)
+        shared = (f"{key}={value}" for key, value in self.settings.items() if not key.startswith(OWN))
+        return variant, tuple(shared)
+
+    def for_variant(self, variant: Variant) -> "Trial":
+        """Without what the variant sets itself."""
+        left = {key: value for key, value in self.settings.items() if key not in variant.settings}
+        return replace(self, settings=left)
 
 
 def parse_space(text: str, base: Config) -> tuple[Dimension, ...]:

@@ -96,7 +96,11 @@ class Tuner:
     def tune(self) -> dict[str, Tuned]:
         """By label."""
         own = {variant.label: own_dimensions(variant) for variant in self.study.variants}
-        trials = {label: draw_trials(self.space, mine, self.study.tune) for label, mine in own.items()}
+        variants = {variant.label: variant for variant in self.study.variants}
+        trials = {
+            label: [t.for_variant(variants[label]) for t in draw_trials(self.space, mine, self.study.tune)]
+            for label, mine in own.items()
+        }
         tried = self.halve(trials)
         is_grid = all(dimension.choices for dimension in self.space)
         for round_ in range(1, EXTENSIONS + 1):
@@ -109,7 +113,11 @@ class Tuner:
             first = max(trial.number for mine in trials.values() for trial in mine) + 1
             count = max(LEAST, self.study.tune // 2)
             more = {
-                label: draw_beyond(self.space, own[label], edges, count, first, round_) for label in trials
+                label: [
+                    trial.for_variant(variants[label])
+                    for trial in draw_beyond(self.space, own[label], edges, count, first, round_)
+                ]
+                for label in trials
             }
             found = self.halve(more)
             for label in trials:
