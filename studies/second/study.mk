@@ -1,6 +1,6 @@
 # The second study, of docs/findings.md; its protocol is studies/second/protocol.md. Stopped, every part resumes with the
 # same command. WEB is web text and BOOKS long documents: files, folders or addresses that `headgate prepare` takes.
-.PHONY: second second-text second-ladder second-shelf second-novels second-narrow second-tables
+.PHONY: second second-text second-ladder second-shelf second-novels second-narrow second-long second-tables
 SECOND := studies/second
 SECOND_RUNS := runs/second
 WEB ?= hf://datasets/HuggingFaceFW/fineweb/sample/10BT
@@ -9,11 +9,13 @@ CONSTANT := near-far:gate=constant,opening=0.5,window=512@full times a constant
 SPACE := train.learning_rate=0.004..0.025,train.attention_output_rate=0.25..4,model.rope_theta=30..1000
 TUNING := --tune 6 --space "$(SPACE)"
 AS_BYTES := --tokenizer byte --splits 96/2/2 --max-tokens 17000000
+LONG := "full:train.first_context=512@full, growing" "full:train.context=512,train.batch_size=4@full, short" \
+	"local:window=64@window of 64" "short-path:train.first_context=512@short-path, growing"
 NOVELS_AS_BYTES := --tokenizer byte --splits 84/14/2 --max-tokens 20000000
 CONFIRMED := dynamic-sparse head-gated context-adaptive sparse-geometric "$(CONSTANT)" short-path
 SHELF := near-far gated sinks exclusive value-residual shifted forgetting differential
 BEST ?= short-path "control: window of 16" dynamic-sparse head-gated
-second: second-text second-ladder second-shelf second-novels second-narrow second-tables
+second: second-text second-ladder second-shelf second-novels second-narrow second-long second-tables
 
 $(SECOND_RUNS)/text-data/manifest.json: | $(READY)
 	$(BIN)/headgate prepare "$(WEB)" $(SECOND_RUNS)/text-data $(AS_BYTES)
@@ -46,6 +48,17 @@ second-narrow: $(SECOND_RUNS)/text-data/manifest.json
 	$(BIN)/headgate compare short-path dynamic-sparse head-gated --recipe $(SECOND)/recipe.json \
 		--data $(SECOND_RUNS)/text-data --out $(SECOND_RUNS)/narrow --seeds 4 $(TUNING) --no-published --no-cost \
 		--ladder 0.25,1,4 --ladder-variants all model.d_model=64 model.n_heads=2 model.n_kv_heads=1 model.d_mlp=176
+
+# What a context of 8,192 bytes is worth in the same time, to somebody who could train on short sequences instead: full
+# attention throughout, on sequences that grow from 512, and on 512 alone. One novel to judge by, so over seeds alone.
+$(SECOND_RUNS)/long-data/manifest.json: | $(READY)
+	$(BIN)/headgate prepare "$(BOOKS)" $(SECOND_RUNS)/long-data --tokenizer byte --splits 97/2/1 --max-tokens 20000000
+
+second-long: $(SECOND_RUNS)/long-data/manifest.json
+	$(BIN)/headgate compare $(LONG) --recipe $(SECOND)/recipe.json --data $(SECOND_RUNS)/long-data \
+		--out $(SECOND_RUNS)/long --seeds 3 --tune 4 --space "train.learning_rate=0.004..0.025,model.rope_theta=30..3000" \
+		--no-published --no-controls --no-cost --budget seconds \
+		train.context=8192 train.batch_size=1 train.steps=80 train.evaluate_every=20
 
 second-tables: $(READY)
 	$(BIN)/python $(SECOND)/tables.py --publish $(SECOND_RUNS)

@@ -28,7 +28,7 @@ from headgate.report.reading import read_results
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 PAGE = HERE.parents[1] / "docs" / "findings.md"
-PARTS = ("text", "shelf", "novels", "narrow")
+PARTS = ("text", "shelf", "novels", "narrow", "long")
 CONSTANT = "full times a constant"
 Row = Mapping[str, Any]
 

@@ -69,9 +69,11 @@ def test_the_second_study_names_what_its_protocol_does() -> None:
     found = {}
     for words in studies:
         recipe = load(Config, ROOT / words[words.index("--recipe") + 1])
-        config = override(recipe, [word for word in words if word.startswith("model.")])
+        after = words[words.index("--space") + 2 :]
+        config = override(recipe, [word for word in after if word.startswith(("model.", "train."))])
         parse_space(words[words.index("--space") + 1], config)
         variants = parse_variants(words[1 : words.index("--recipe")], config.model)
+        assert {variant.config(config).train.tokens for variant in variants} == {config.train.tokens}
         if "--no-controls" not in words:
             variants = with_controls(variants, config)
         labels = [variant.label for variant in variants]
@@ -81,7 +83,8 @@ def test_the_second_study_names_what_its_protocol_does() -> None:
             on_it = list(takewhile(lambda word: not word.startswith("model."), rest))
             assert on_it == ["all"] or set(on_it) < set(labels)
         assert config.seed == 100
-    assert found.keys() == {"text", "shelf", "novels", "narrow"}
+    assert found.keys() == {"text", "shelf", "novels", "narrow", "long"}
+    assert {"full", "full, growing", "full, short"} < set(found["long"])
     ours = ["full times a constant", "short-path"]
     controls = ["control: no attention", "control: window of 16"]
     assert sorted(found["text"]) == sorted(["full", *on_shelf("papers"), *ours, *controls])

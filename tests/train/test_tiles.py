@@ -24,13 +24,19 @@ def afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     machine.avoid_broken_tiles.cache_clear()
 
 
+def compute(precision: str) -> None:
+    with autocast(torch.device("cpu"), precision):
+        pass
+
+
 @pytest.mark.parametrize(
     "use",
     [
-        lambda folder: autocast(torch.device("cpu"), "bf16"),
+        lambda folder: compute("bf16"),
+        lambda folder: compute("bf16-products"),
         lambda folder: headgate.load(folder / "bf16.safetensors"),
     ],
-    ids=["train", "load"],
+    ids=["train", "products", "load"],
 )
 @pytest.mark.parametrize(
     ("flags", "code", "avoided"),
@@ -61,7 +67,7 @@ def test_tiles_are_tried_before_they_are_used(
     decoder = headgate.build_model(micro)
     decoder.save(tmp_path / "fp32.safetensors")
     decoder.bfloat16().save(tmp_path / "bf16.safetensors")
-    autocast(torch.device("cpu"), "fp32")
+    compute("fp32")
     headgate.load(tmp_path / "fp32.safetensors")
     assert not tries, "only bf16 uses them"
     for _ in range(2):
