@@ -158,10 +158,10 @@ class SuiteOptions:
     """Learning rates to try for every variant; with a single one there is no tuning."""
     tuning_seeds: int = 1
     """Runs at each learning rate."""
-    seeds: int = 3
-    """Fresh runs at the best learning rate, which are judged."""
+    seeds: int | None = None
+    """Fresh runs at the best learning rate, which are judged. Default: 3, or 2 with --quick."""
     quick: bool = False
-    """A few tasks, two learning rates: two mechanisms in under ten minutes on two cores."""
+    """A few tasks, two learning rates, two seeds: two mechanisms in under ten minutes on two cores."""
     jobs: int | None = None
     """Runs at once. Default: as many as there are cores."""
     cost: bool = True
@@ -169,6 +169,11 @@ class SuiteOptions:
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "tuning_seeds", "seeds", "jobs")
+
+    @property
+    def judged(self) -> int:
+        """How many runs of each variant are judged."""
+        return self.seeds or (2 if self.quick else 3)
 
     @property
     def learning_rates(self) -> tuple[float, ...]:

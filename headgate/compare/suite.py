@@ -80,7 +80,7 @@ def run_suite(
         variants=variants,
         rates=options.learning_rates,
         tuning_seeds=options.tuning_seeds,
-        seeds=options.seeds,
+        seeds=options.judged,
         words={_folder(word): word for word in _task_words(options)},
         settings=tuple(overrides),
     )

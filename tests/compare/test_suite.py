@@ -219,6 +219,8 @@ def test_every_task_is_in_the_suite_and_some_in_its_short_form() -> None:
     assert set(suite_tasks(SuiteOptions(), ())) == set(TASKS.names())
     quick = suite_tasks(SuiteOptions(quick=True), ())
     assert 2 <= len(quick) < len(TASKS.names())
+    assert (SuiteOptions(quick=True).judged, SuiteOptions().judged) == (2, 3)
+    assert SuiteOptions(quick=True, seeds=5).judged == 5
     for source, settings in suite_tasks(SuiteOptions(), ()).values():
         train = settings.train
         needed = train.steps * train.batch_size
