@@ -13,7 +13,7 @@ LONG := "full:train.first_context=512@full, growing" "full:train.context=512,tra
 	"local:window=64@window of 64" "short-path:train.first_context=512@short-path, growing"
 NOVELS_AS_BYTES := --tokenizer byte --splits 84/14/2 --max-tokens 20000000
 CONFIRMED := dynamic-sparse head-gated context-adaptive sparse-geometric "$(CONSTANT)" short-path
-SHELF := near-far gated sinks exclusive value-residual shifted forgetting differential
+SHELF := near-far gated sinks exclusive value-residual shifted forgetting differential short-path:own-only
 BEST ?= short-path "control: window of 16" dynamic-sparse head-gated
 second: second-text second-ladder second-shelf second-novels second-narrow second-long second-tables
 
@@ -41,7 +41,7 @@ second-shelf: $(SECOND_RUNS)/text-data/manifest.json
 # Another corpus; its split leaves five novels to judge by.
 second-novels: $(SECOND_RUNS)/novels-data/manifest.json
 	$(BIN)/headgate compare "$(CONSTANT)" short-path dynamic-sparse --recipe $(SECOND)/recipe.json \
-		--data $(SECOND_RUNS)/novels-data --out $(SECOND_RUNS)/novels --seeds 4 $(TUNING) --no-published --no-cost
+		--data $(SECOND_RUNS)/novels-data --out $(SECOND_RUNS)/novels --seeds 4 $(TUNING) --no-published --no-controls --no-cost
 
 # Half the width, at three budgets.
 second-narrow: $(SECOND_RUNS)/text-data/manifest.json

@@ -138,6 +138,12 @@ def ladder(part: str) -> str:
     return markdown(["", *budgets, "worth at equal tokens", "at equal time"], lines)
 
 
+def papers(part: str) -> str:
+    """The papers' figures beside those measured here."""
+    results(part)
+    return (RESULTS / part / "papers.md").read_text(encoding="utf-8").strip()
+
+
 def _worth(price: Row | None, *, beyond: bool) -> str:
     if price is None:
         return ""
@@ -146,7 +152,7 @@ def _worth(price: Row | None, *, beyond: bool) -> str:
 
 
 TABLES: dict[str, Callable[[str], str]] = {
-    table.__name__: table for table in (contrasts, published, settings, against, positions, ladder)
+    table.__name__: table for table in (contrasts, published, settings, against, positions, ladder, papers)
 }
 
 
@@ -167,7 +173,8 @@ def take(study: Path) -> None:
     for part in PARTS:
         if not (study / part / "results.json").exists():
             continue
-        kept = {"results.json", "results.md", LOSSES, *re.findall(rf"results/{part}/([\w-]+\.svg)", page)}
+        kept = {"results.json", "results.md", "papers.md", LOSSES}
+        kept |= {*re.findall(rf"results/{part}/([\w-]+\.svg)", page)}
         (RESULTS / part).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as folder:
             for path in publish_study(study / part, folder):
