@@ -1,6 +1,6 @@
 # The second study, of docs/findings.md; its protocol is studies/second/protocol.md. Stopped, every part resumes with the
 # same command. WEB is web text and BOOKS long documents: files, folders or addresses that `headgate prepare` takes.
-.PHONY: second second-text second-ladder second-shelf second-novels second-narrow second-long second-tables
+.PHONY: second second-text second-ladder second-shelf second-novels second-narrow second-long second-test second-tables
 SECOND := studies/second
 SECOND_RUNS := runs/second
 WEB ?= hf://datasets/HuggingFaceFW/fineweb/sample/10BT
@@ -59,6 +59,11 @@ second-long: $(SECOND_RUNS)/long-data/manifest.json
 		--out $(SECOND_RUNS)/long --seeds 3 --tune 4 --space "train.learning_rate=0.004..0.025,model.rope_theta=30..3000" \
 		--no-published --no-controls --no-cost --budget seconds \
 		train.context=8192 train.batch_size=1 train.steps=80 train.evaluate_every=20
+
+# The test split, once, when everything else is done.
+second-test: $(READY)
+	$(BIN)/python $(SECOND)/tables.py --publish $(SECOND_RUNS)
+	$(BIN)/python $(SECOND)/test_split.py $(SECOND_RUNS)/text $(SECOND)/results/text
 
 second-tables: $(READY)
 	$(BIN)/python $(SECOND)/tables.py --publish $(SECOND_RUNS)

@@ -15,10 +15,12 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from headgate.compare.documents import LOSSES, read_losses
 from headgate.compare.results import differences_to
+from headgate.compare.statistics import compare_losses
 from headgate.compare.tables import loss_of, p_value, ratio
 from headgate.files import write_text
 from headgate.report.page import write_page
@@ -28,6 +30,8 @@ from headgate.report.reading import read_results
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 PAGE = HERE.parents[1] / "docs" / "findings.md"
+TEST = "test.safetensors"
+"""Written by test_split.py."""
 PARTS = ("text", "shelf", "novels", "narrow", "long")
 CONSTANT = "full times a constant"
 Row = Mapping[str, Any]
@@ -113,6 +117,24 @@ def against(part: str) -> str:
     return markdown(["", f"to {CONSTANT}", "p", "verdict"], lines)
 
 
+def test(part: str) -> str:
+    """The test split, opened once: against full attention, and against full attention times a constant."""
+    kept = read_losses(RESULTS / part / TEST)
+    if not kept:
+        raise NotRunYet(part)
+    to = {}
+    for reference in (results(part)["baseline"], CONSTANT):
+        others = {label: losses for label, losses in kept.items() if label != reference}
+        to[reference] = compare_losses(kept[reference], others)
+    lines = []
+    for label, losses in sorted(kept.items(), key=lambda item: mean(item[1].by_seed.values())):
+        found = [differences.get(label) for differences in to.values()]
+        cells = [cell for d in found for cell in (("", "") if d is None else (ends(vars(d)), d.verdict))]
+        lines.append([label, f"{mean(losses.by_seed.values()):.4f}", *cells])
+    heads = [word for reference in to for word in (f"to {reference}", "verdict")]
+    return markdown(["", "loss", *heads], lines)
+
+
 def positions(part: str) -> str:
     """Loss by position: what more context is worth to each."""
     shown = [place for place in rows(part)[0]["by_position"] if place["first"] >= 4]
@@ -152,7 +174,8 @@ def _worth(price: Row | None, *, beyond: bool) -> str:
 
 
 TABLES: dict[str, Callable[[str], str]] = {
-    table.__name__: table for table in (contrasts, published, settings, against, positions, ladder, papers)
+    table.__name__: table
+    for table in (contrasts, published, settings, against, test, positions, ladder, papers)
 }
 
 

@@ -1,6 +1,6 @@
 # The tables of docs/findings/tasks.md: every mechanism on every task, in four parts, and three short suites beside it.
 # Stopped, each resumes with the same command, which also adds mechanisms registered since.
-.PHONY: tasks tasks-all tasks-patterns tasks-lookups tasks-mqar tasks-needle tasks-added tasks-pairs tasks-layer tasks-window
+.PHONY: tasks tasks-all tasks-patterns tasks-lookups tasks-mqar tasks-needle tasks-added tasks-speed tasks-pairs tasks-layer tasks-window
 TASKS := runs/tasks
 FOUR_PAIRS := mqar:length=64,pairs=4,keys=16,values=16,filler=8
 tasks: tasks-all tasks-pairs tasks-layer tasks-window
@@ -28,6 +28,11 @@ tasks-needle: $(READY)
 tasks-added: $(READY)
 	$(BIN)/headgate suite $(or $(ADDED),$(error name the mechanisms in ADDED)) --seeds 2 --out $(TASKS)/added
 	$(BIN)/python studies/tasks/tables.py --publish added $(TASKS)/added
+
+# Their speeds, beside full attention's, on the task of the first part's costs.
+tasks-speed: $(READY)
+	$(BIN)/headgate suite $(or $(ADDED),$(error name the mechanisms in ADDED)) --tasks compress --seeds 2 --out $(TASKS)/speed
+	$(BIN)/python studies/tasks/tables.py --publish speed $(TASKS)/speed
 
 # Full attention on 4 pairs in 64 tokens and 16 in 256. The loss is a mean over answers, and a long sample has four times
 # as many: with one short sample to a long one, some seeds never leave the plateau; with three, all do.

@@ -33,8 +33,9 @@ from headgate.report.suite_page import suite_sentence
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 PAGE = HERE.parents[1] / "docs" / "findings" / "tasks.md"
-EVERY = ("patterns", "lookups", "mqar", "needle", "added")
-"""Every mechanism on every task: four parts with different tasks, and mechanisms that came later, if any."""
+EVERY = ("patterns", "lookups", "mqar", "needle", "added", "speed")
+"""Every mechanism on every task: four parts with different tasks, and others that came later, if any, with
+their speeds."""
 PARTS = (*EVERY, "pairs", "layer", "window")
 """Besides them: full attention on more pairs; one layer; windows of several sizes."""
 
