@@ -1,9 +1,9 @@
-# The tables of docs/findings/tasks.md: every mechanism on every task, in four parts, and three short suites beside it.
+# The tables of docs/findings/tasks.md: every mechanism on every task, in four parts, and four short suites beside it.
 # Stopped, each resumes with the same command, which also adds mechanisms registered since.
-.PHONY: tasks tasks-all tasks-patterns tasks-lookups tasks-mqar tasks-needle tasks-added tasks-speed tasks-pairs tasks-layer tasks-window
+.PHONY: tasks tasks-all tasks-patterns tasks-lookups tasks-mqar tasks-needle tasks-added tasks-speed tasks-pairs tasks-layer tasks-window tasks-state
 TASKS := runs/tasks
 FOUR_PAIRS := mqar:length=64,pairs=4,keys=16,values=16,filler=8
-tasks: tasks-all tasks-pairs tasks-layer tasks-window
+tasks: tasks-all tasks-pairs tasks-layer tasks-window tasks-state
 tasks-all: tasks-patterns tasks-lookups tasks-mqar tasks-needle
 
 tasks-patterns: $(READY)
@@ -52,3 +52,9 @@ tasks-window: $(READY)
 	$(BIN)/headgate suite local:window=4 local:window=8 local:window=16 --rates 0.01 --no-cost --out $(TASKS)/window \
 		--tasks "compress:tokens=11,alphabet=8 mqar:length=32,pairs=[2,4],keys=8,values=8,filler=8"
 	$(BIN)/python studies/tasks/tables.py --publish window $(TASKS)/window
+
+# A recurrence keeps one square matrix a head, however many pairs it is shown: here one head of 16 dimensions.
+tasks-state: $(READY)
+	$(BIN)/headgate suite gated-delta --tasks mqar --seeds 3 --no-cost --out $(TASKS)/state \
+		model.n_heads=1 model.n_kv_heads=1 model.head_dim=16
+	$(BIN)/python studies/tasks/tables.py --publish state $(TASKS)/state

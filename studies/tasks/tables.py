@@ -36,8 +36,8 @@ PAGE = HERE.parents[1] / "docs" / "findings" / "tasks.md"
 EVERY = ("patterns", "lookups", "mqar", "needle", "added", "speed")
 """Every mechanism on every task: four parts with different tasks, and others that came later, if any, with
 their speeds."""
-PARTS = (*EVERY, "pairs", "layer", "window")
-"""Besides them: full attention on more pairs; one layer; windows of several sizes."""
+PARTS = (*EVERY, "pairs", "layer", "window", "state")
+"""Besides them: full attention on more pairs; one layer; windows of several sizes; a small state."""
 
 
 class NotRunYet(LookupError):
@@ -220,9 +220,22 @@ def window() -> str:
     return "\n\n".join(parts)
 
 
+def state() -> str:
+    (task,) = suite("state")["tasks"]
+    columns, by_pairs = accuracy_cells(task, "pairs")
+    shares = [share(row["accuracy"]) for row in task["variants"]]
+    rows = [[label, mean, *cells] for (label, *cells), mean in zip(by_pairs, shares, strict=True)]
+    heads = [
+        f"one head of 16, `{asked(task)}`",
+        "right answers",
+        *(f"{count} pairs" for count in columns[1:]),
+    ]
+    return markdown_table(heads, rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     table.__name__: table
-    for table in (verdict, scores, solve, mqar, needle, recall, cost, beyond, pairs, layer, window)
+    for table in (verdict, scores, solve, mqar, needle, recall, cost, beyond, pairs, layer, window, state)
 }
 
 

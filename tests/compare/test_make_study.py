@@ -95,7 +95,7 @@ def test_the_suites_of_the_tasks_name_what_their_tables_need() -> None:
     shown = make("-n", "tasks").replace("\\\n", "")
     commands = [shlex.split(line)[1:] for line in shown.splitlines() if "headgate suite" in line]
     parts = [Path(words[words.index("--out") + 1]).name for words in commands]
-    assert parts == ["patterns", "lookups", "mqar", "needle", "pairs", "layer", "window"]
+    assert parts == ["patterns", "lookups", "mqar", "needle", "pairs", "layer", "window", "state"]
     of_every = [words[words.index("--tasks") + 1].split() for words in commands[:4]]
     assert sorted(name for names in of_every for name in names) == TASKS.names()
     assert all(words[1] == "--tasks" for words in commands[:4])  # no names: every mechanism
