@@ -32,7 +32,8 @@ from headgate.report.tradeoff import (
 
 AS_JUDGED = (
     "Thick: the variant's own 95% interval. Thin: the interval it is judged by, corrected for the number of "
-    "variants; at the edge it continues. A filled mark is a difference that is shown."
+    "variants; at the edge it continues. A filled mark is a difference that is shown; one at the edge lies "
+    "beyond it, by what is written there."
 )
 
 
@@ -80,7 +81,7 @@ def _forest(results: Mapping[str, Any], painter: Painter, rows: Rows, caption: s
         caption,
         rule=0.0,
         format=shown_as.format,
-        domain=around_zero(rows, shown_as),
+        domain=around_zero(rows, shown_as, painter),
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import altair as alt
 
 from headgate.report.looks import PAPER, looks
+from headgate.report.reading import is_control
 
 Rows = list[dict[str, Any]]
 
@@ -23,6 +24,8 @@ ROW = 24
 SHORT_NAME = 20
 """Letters of a name, at most, in a figure on a telephone."""
 ROWS = "rows"
+NEAR = 1.0
+"""A control farther from the others than this many times what they lie apart is not drawn to scale."""
 FROM_ZERO = alt.Scale(zero=True)
 ANYWHERE = alt.Scale(zero=False)
 LOGARITHMIC = alt.Scale(type="log", nice=False, padding=12)
@@ -60,6 +63,7 @@ class Painter:
 
     def __init__(self, variants: Sequence[Mapping[str, Any]]) -> None:
         self.labels = [variant["label"] for variant in variants]
+        self.controls = {variant["label"] for variant in variants if is_control(variant)}
         of_variants = looks(variants)
 
         def scale(values: Sequence[Any]) -> alt.Scale:
@@ -84,6 +88,15 @@ class Painter:
             .transform_filter("indexof(hidden, datum.label) < 0")
         )
 
+    def near(self, rows: Rows, value: str, *levels: float, least: float = 0.0) -> Rows:
+        """The rows to draw to scale: all but those of controls that would press all others into one line."""
+        named = [row[value] for row in rows if row["label"] not in self.controls and row[value] is not None]
+        if not named:
+            return rows
+        low, high = min(*levels, *named, named[0]), max(*levels, *named, named[0])
+        room = NEAR * max(high - low, least)
+        return [row for row in rows if row[value] is None or low - room <= row[value] <= high + room]
+
     def lines(
         self,
         rows: Rows,
@@ -101,16 +114,25 @@ class Painter:
         """A line for each variant: y is a field and its title, band two fields, rule a level to mark."""
         chart = self.chart(rows)
         title = y[1]
+        near = self.near(rows, y[0], *(() if rule is None else (rule,))) if scale is ANYWHERE else rows
+        far = len(near) < len(rows)
+        if far:
+            values = [row[y[0]] for row in near if row[y[0]] is not None] + ([] if rule is None else [rule])
+            room = 0.05 * (max(values) - min(values))
+            scale = alt.Scale(domain=[min(values) - room, max(values) + room], nice=False)
+            caption += " Controls that lie far off leave the figure; the table below has their numbers."
         axis = alt.Axis(tickCount=5, labelExpr=BARE_ZERO, format=alt.Undefined if format is None else format)
         middle = alt.Y(f"{y[0]}:Q", title=title, scale=scale, axis=axis)
         parts: list[Any] = [] if rule is None else [level(rule, "y")]
         if band is not None:
             few = f"{len(self.labels)} - length(hidden) <= {CROWD}"
-            known = chart.transform_filter(f"{few} && isValid(datum.{band[0]})").mark_area(opacity=0.15)
+            known = chart.transform_filter(f"{few} && isValid(datum.{band[0]})").mark_area(
+                opacity=0.15, clip=far
+            )
             ends = alt.Y(f"{band[0]}:Q", title=title), alt.Y2(f"{band[1]}:Q")
             parts.append(known.encode(x, *ends, self.colour))
-        parts.append(chart.mark_line(strokeWidth=2).encode(x, middle, self.colour, self.dash))
-        points = chart.mark_point(filled=True, size=45, opacity=1)
+        parts.append(chart.mark_line(strokeWidth=2, clip=far).encode(x, middle, self.colour, self.dash))
+        points = chart.mark_point(filled=True, size=45, opacity=1, clip=far)
         parts.append(points.encode(x, middle, self.colour, self.shape, tooltip=tooltips(columns)))
         return FigureView(finished([*parts, *layers], rows), columns, caption, key=True)
 
@@ -128,7 +150,8 @@ class Painter:
         domain: Sequence[float],
     ) -> FigureView:
         """A row for each variant: `fields` are its mean and its interval as judged; its own uncorrected
-        interval has the same names with the prefix plain_."""
+        interval has the same names with the prefix plain_. What lies outside the domain is drawn at its edge,
+        with its value beside it."""
         chart, y = row_for_each(order)
         mean, low, high = fields
         axis = alt.Axis(format=format, tickCount=5, labelFlush=False, labelExpr=BARE_ZERO)
@@ -137,15 +160,23 @@ class Painter:
         thick = chart.mark_rule(strokeWidth=4, clip=True, opacity=1).encode(
             alt.X(f"plain_{low}:Q", title=title), alt.X2(f"plain_{high}:Q"), y, self.colour
         )
+        at_edge(rows, mean, domain)
+        inwards = f"datum.at < datum['{mean}']"
+        beyond = chart.transform_filter(f"datum.at !== datum['{mean}']").mark_text(
+            align=alt.expr(f"{inwards} ? 'right' : 'left'"), dx=alt.expr(f"{inwards} ? -10 : 10"), fontSize=12
+        )
+        beyond = beyond.encode(
+            alt.X("at:Q", title=title), y, alt.Text(f"{mean}:Q", format=format), self.colour
+        )
         points = chart.mark_point(size=90, opacity=1, strokeWidth=2).encode(
-            alt.X(f"{mean}:Q", title=title),
+            alt.X("at:Q", title=title),
             y,
             self.colour,
             self.shape,
             fill=self.fill,
             tooltip=tooltips(columns),
         )
-        drawing = finished([level(rule, "x"), thin, thick, points], rows, height=ROW * len(rows))
+        drawing = finished([level(rule, "x"), thin, thick, points, beyond], rows, height=ROW * len(rows))
         return FigureView(drawing, columns, caption)
 
 
@@ -156,6 +187,12 @@ def row_for_each(order: Sequence[str]) -> tuple[alt.Chart, alt.Y]:
     short = f"containerSize()[0] < 480 ? truncate(datum.label, {SHORT_NAME}) : datum.label"
     axis = alt.Axis(labelLimit=room, labelExpr=short)
     return alt.Chart(alt.NamedData(ROWS)), alt.Y("label:N", sort=list(order), title=None, axis=axis)
+
+
+def at_edge(rows: Rows, value: str, domain: Sequence[float]) -> None:
+    """Give each row the place of its mark, `at`: its value, or the end of the domain that it lies beyond."""
+    for row in rows:
+        row["at"] = min(max(row[value], domain[0]), domain[1])
 
 
 def level(at: float, axis: str) -> alt.Chart:

@@ -20,6 +20,7 @@ from headgate.report.painting import (
     PageFigure,
     Painter,
     Rows,
+    at_edge,
     finished,
     level,
     picked,
@@ -98,13 +99,16 @@ def difference_columns(shown_as: Effect) -> list[tuple[str, str, str]]:
     ]
 
 
-def around_zero(rows: Rows, shown_as: Effect) -> list[float]:
-    """The domain of differences: 0, every mean, and as much of the intervals as leaves the means legible."""
+def around_zero(rows: Rows, shown_as: Effect, painter: Painter) -> list[float]:
+    """The domain of differences: 0, the means except those of far controls, and as much of the intervals as
+    leaves the means legible."""
     mean, low, high = shown_as.fields
+    plain = [row[f"plain_{high}"] - row[mean] for row in rows if row[f"plain_{high}"] is not None]
+    typical = sorted(plain)[len(plain) // 2] if plain else 0.0
+    rows = painter.near(rows, mean, 0.0, least=typical)
     means = [0.0, *(row[mean] for row in rows)]
     least, most = min(means), max(means)
-    plain = [row[f"plain_{high}"] - row[mean] for row in rows if row[f"plain_{high}"] is not None]
-    span = 1.2 * max(most - least, sorted(plain)[len(plain) // 2] if plain else 0.0) or 1.0
+    span = 1.2 * max(most - least, typical) or 1.0
     lows = [row[low] for row in rows if row[low] is not None]
     highs = [row[high] for row in rows if row[high] is not None]
     room = 0.04 * span
@@ -169,10 +173,12 @@ def _view(
     costs = [end for row in rows for end in (row["cost"], row["cost_low"], row["cost_high"]) if end]
     least, most = min(costs) / 1.06, max(costs) * 1.06
     ticks = _ratio_ticks(least, most)
-    across, up = [min(least, ticks[0]), max(most, ticks[-1])], around_zero(rows[1:], shown_as)
+    across, up = [min(least, ticks[0]), max(most, ticks[-1])], around_zero(rows[1:], shown_as, painter)
+    at_edge(rows, mean, up)
+    far = any(row["at"] != row[mean] for row in rows)
     front = frontier(rows, "cost", mean)
     for width, suffix, letters in ((WIDE, "wide", None), (NARROW, "narrow", SHORT_NAME)):
-        names = [_shortened(row["label"], letters) for row in rows]
+        names = [_shortened(row["label"], letters) + _beyond(row, shown_as) for row in rows]
         places = place_names(rows, names, shown_as, across, up, width, front | {results["baseline"]})
         for row, name, place in zip(rows, names, places, strict=True):
             row[f"name_{suffix}"] = "" if place is None else name
@@ -200,7 +206,7 @@ def _view(
     front_line = (
         chart.transform_filter(alt.FieldOneOfPredicate(field="label", oneOf=on_front))
         .mark_line(strokeDash=[1, 3], strokeWidth=1.5, color="#808890", clip=True)
-        .encode(x, alt.Y(f"{mean}:Q", title=y_title), order=alt.Order("cost:Q"))
+        .encode(x, alt.Y("at:Q", title=y_title), order=alt.Order("cost:Q"))
     )
     thin = chart.mark_rule(strokeWidth=1.2, clip=True).encode(
         x, alt.Y(f"{low}:Q", title=y_title), alt.Y2(f"{high}:Q"), painter.colour
@@ -211,7 +217,7 @@ def _view(
     price = chart.mark_rule(strokeWidth=1.2).encode(
         alt.X("cost_low:Q", title=x_title, scale=x_scale, axis=x_axis),
         alt.X2("cost_high:Q"),
-        alt.Y(f"{mean}:Q", title=y_title),
+        alt.Y("at:Q", title=y_title),
         painter.colour,
     )
     columns = [*difference_columns(shown_as), ("cost", "relative cost", ".2f")]
@@ -219,7 +225,7 @@ def _view(
         columns += [("cost_low", "cost from", ".2f"), ("cost_high", "cost to", ".2f")]
     points = chart.mark_point(size=110, opacity=1, strokeWidth=2).encode(
         x,
-        alt.Y(f"{mean}:Q", title=y_title),
+        alt.Y("at:Q", title=y_title),
         painter.colour,
         painter.shape,
         fill=painter.fill,
@@ -236,7 +242,7 @@ def _view(
                 dy=alt.expr(f"datum.dy_{suffix}"),
                 fontSize=12,
             )
-            .encode(x, alt.Y(f"{mean}:Q", title=y_title), alt.Text(f"name_{suffix}:N"), painter.colour)
+            .encode(x, alt.Y("at:Q", title=y_title), alt.Text(f"name_{suffix}:N"), painter.colour)
         )
     caption = (
         "Down is better, left is cheaper; the shaded corner is both. Vertical lines: thick the variant's own "
@@ -246,6 +252,8 @@ def _view(
     )
     if any(row["cost_low"] for row in rows):
         caption += " Horizontal lines: the middle half of interleaved rounds."
+    if far:
+        caption += " A mark at the edge lies beyond it, by the difference beside its name."
     if painter.crowded:
         caption += " Ablations have their own figure."
     return FigureView(finished(layers, rows, height=HEIGHT), columns, caption)
@@ -274,6 +282,14 @@ def frontier(rows: Rows, cost: str, loss: str) -> set[str]:
     return found
 
 
+def _beyond(row: Mapping[str, Any], shown_as: Effect) -> str:
+    """The difference, where the mark does not show it."""
+    value = row[shown_as.fields[0]]
+    if row["at"] == value:
+        return ""
+    return f", {value:+.0%}" if shown_as is SHARE else f", {value:+.2f}"
+
+
 def _shortened(name: str, letters: int | None) -> str:
     return name if letters is None or len(name) <= letters else f"{name[: letters - 1]}…"
 
@@ -292,12 +308,12 @@ def place_names(
     Those in `first` choose first, then those that are shown to differ. Marks may move apart when the figure
     is wider, never together, so what is free at this width stays free.
     """
-    mean, plain = shown_as.fields[0], [f"plain_{name}" for name in shown_as.fields[1:]]
+    plain = [f"plain_{name}" for name in shown_as.fields[1:]]
     turn = math.log(across[1] / across[0])
     marks = [
         (
             math.log(row["cost"] / across[0]) / turn * width,
-            (up[1] - row[mean]) / (up[1] - up[0]) * HEIGHT,
+            (up[1] - row["at"]) / (up[1] - up[0]) * HEIGHT,
         )
         for row in rows
     ]

@@ -21,7 +21,9 @@ from headgate.report.tradeoff import frontier
 from headgate.report.verdict import answer_sentence
 from headgate.report.words import percent, percent_ends, with_sign
 
-FINDINGS = Path(__file__).parents[2] / "studies" / "first" / "results"
+STUDIES = Path(__file__).parents[2] / "studies"
+FINDINGS = STUDIES / "first" / "results"
+SECOND = STUDIES / "second" / "results" / "text"
 
 
 def test_one_small_file_that_needs_nothing(report: Path) -> None:
@@ -90,11 +92,36 @@ def test_a_published_study_is_small_and_has_every_figure(report: Path, tmp_path:
 
 def test_the_figures_are_valid(report: Path) -> None:
     """By the schema of Vega-Lite, which refuses a misspelt property; each figure of one study that has it."""
-    studies = [report.parent, FINDINGS / "text", FINDINGS / "recall"]
+    studies = [report.parent, FINDINGS / "text", FINDINGS / "recall", SECOND]
     made = {name: figure for study in studies[::-1] for name, figure in figures(read_results(study)).items()}
     for figure in made.values():
         for view in figure.views.values():
             altair.Chart.from_dict(view.spec)
+
+
+def test_a_control_far_off_leaves_the_others_legible() -> None:
+    study = read_results(SECOND)
+    made = figures(study)
+    named = [v["difference"] for v in study["variants"] if v["difference"] and not v["control"]]
+    apart = max(d["high"] for d in named) - min(d["low"] for d in named)
+    far, near = "control: no attention", "control: window of 16"
+    for name in ("differences", "tradeoff"):
+        view = next(iter(made[name].views.values()))
+        rows = {row["label"]: row for row in view.rows}
+        assert rows[far]["relative"] > 0.5 > 10 * rows[far]["at"]
+        assert all(row["at"] == row["relative"] for label, row in rows.items() if label != far)
+        assert "at the edge lies" in view.caption
+    assert rows[far]["name_wide"] == f"{far}, +52%"
+    assert rows[near]["name_wide"] == near
+    differences = made["positions"].views["difference"]
+    domains = [layer["encoding"]["y"].get("scale", {}).get("domain") for layer in differences.spec["layer"]]
+    (low, high), *_ = [domain for domain in domains if domain]
+    assert high - low < 10 * apart
+    assert "leave the figure" in differences.caption
+    for variant in study["variants"]:  # as named variants both are drawn to scale
+        variant["control"] = False
+    rows = {row["label"]: row for row in next(iter(figures(study)["differences"].views.values())).rows}
+    assert rows[far]["at"] == rows[far]["relative"]
 
 
 def test_a_published_study_has_its_page_again(report: Path, tmp_path: Path) -> None:
