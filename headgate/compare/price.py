@@ -3,6 +3,7 @@
 The baseline is trained at several multiples of the study's budget, the ladder, each with its own schedule.
 Its losses follow L(C) = L_inf + A C^-alpha, fitted by least squares. A variant whose loss differs by d at
 budget 1 is worth the C at which L(C) = L(1) + d, at equal tokens; times its relative speed, at equal time.
+One that differs by d at another budget M is worth C / M in the same way, which shows the trend.
 Above 1 it is worth having. For the interval, the baseline's means and the difference are redrawn, each with
 its own error, and fitted again. A price far outside the ladder is marked: the curve is not known there.
 """
@@ -70,9 +71,10 @@ def prices(
     ladder: Mapping[float, Sequence[float]],
     differences: Mapping[str, Difference],
     speeds: Mapping[str, Mapping[str, float] | None],
+    at: float = 1.0,
 ) -> dict[str, dict[str, Any] | None]:
     """By label: the compute multiplier at equal tokens and, with a speed, at equal time, with intervals; from
-    the baseline's losses over the seeds at each multiple."""
+    the baseline's losses over the seeds at each multiple, for differences found at the multiple `at`."""
     multiples = sorted(ladder)
     means = [interval(list(ladder[multiple])) for multiple in multiples]
     if any(one.mean is None or one.low is None for one in means):
@@ -87,19 +89,19 @@ def prices(
         axis=1,
     )
     curve = fit_curve(multiples, drawn)
-    at_one = curve.floor + curve.scale
+    reached = curve.floor + curve.scale * at**-curve.alpha
     found: dict[str, dict[str, Any] | None] = {}
     for label, difference in differences.items():
         if difference.mean is None or difference.error is None:
             found[label] = None
             continue
         noise = np.concatenate([[0.0], draw.standard_t(max(1, difference.seeds - 1), DRAWS)])
-        compute = curve.compute_at(at_one + difference.mean + noise * difference.error)
+        compute = curve.compute_at(reached + difference.mean + noise * difference.error)
         # Draws themselves, since nothing lies between two that are infinite.
         low, high = np.quantile(compute[1:], [0.025, 0.975], method="nearest")
         ends = multiples[0] / BEYOND, multiples[-1] * BEYOND
         price = {
-            "tokens": {"value": float(compute[0]), "low": float(low), "high": float(high)},
+            "tokens": {"value": float(compute[0] / at), "low": float(low / at), "high": float(high / at)},
             "ladder": [multiples[0], multiples[-1]],
             "beyond": not ends[0] <= compute[0] <= ends[1],
         }

@@ -212,11 +212,17 @@ def _ladder(
         of_chosen = replace(study, looks=(), variants=chosen)
         compared = {m: judge_variants(of_chosen, found) for m, found in losses.items()}
         labels = {variant.label for variant in chosen}
+        worth_at = {m: prices(of_baseline, found, {}, at=m) for m, found in compared.items()}
         for row in rows[1:]:
             if row["label"] not in labels:
                 continue
             row["trend"] = [
-                {"multiple": m, "difference": asdict(found[row["label"]])} for m, found in compared.items()
+                {
+                    "multiple": m,
+                    "difference": asdict(found[row["label"]]),
+                    "price": worth_at[m][row["label"]],
+                }
+                for m, found in compared.items()
             ]
     return [
         {"multiple": m, "tokens": base.train.tokens * m, **asdict(statistics.interval(seeds))}

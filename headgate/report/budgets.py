@@ -191,6 +191,30 @@ def ladder_figure(results: Mapping[str, Any], painter: Painter) -> PageFigure | 
             band=("low", "high"),
             rule=0.0,
         )
+    worth = [
+        {"label": v["label"], "multiple": at["multiple"], **at["price"]["tokens"]}
+        for v in results["variants"][1:]
+        for at in v["trend"] or ()
+        if at.get("price") and not at["price"]["beyond"] and at["price"]["tokens"]["high"] is not None
+    ]
+    if worth:
+        views["worth by budget"] = painter.lines(
+            worth,
+            budget,
+            ("value", f"times {results['baseline']}'s compute"),
+            [
+                VARIANT,
+                ("multiple", "budget", ".3~g"),
+                ("value", "worth", ".2f"),
+                ("low", "95% from", ".2f"),
+                ("high", "to", ".2f"),
+            ],
+            f"A variant at 2× reaches what {results['baseline']} would need twice that budget for; "
+            f"{painter.band} is the 95% interval, not corrected. A line that falls to 1 is a lead that more "
+            "training ends.",
+            band=("low", "high"),
+            rule=1.0,
+        )
     return PageFigure("ladder", "What a difference is worth in compute", views)
 
 

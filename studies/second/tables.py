@@ -1,4 +1,4 @@
-"""Fills the tables of docs/findings.md from the results in the folder beside this file.
+"""Fills the tables of docs/findings.md and README.md from the results in the folder beside this file.
 
     python studies/second/tables.py                          # from the results as they are
     python studies/second/tables.py --publish runs/second    # take the results of a study's parts first
@@ -29,10 +29,10 @@ from headgate.report.reading import read_results
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
-PAGE = HERE.parents[1] / "docs" / "findings.md"
+PAGES = (HERE.parents[1] / "docs" / "findings.md", HERE.parents[1] / "README.md")
 TEST = "test.safetensors"
 """Written by test_split.py."""
-PARTS = ("text", "shelf", "novels", "narrow", "long")
+PARTS = ("text", "ladder", "shelf", "novels", "narrow", "long")
 CONSTANT = "full times a constant"
 Row = Mapping[str, Any]
 
@@ -146,18 +146,38 @@ def positions(part: str) -> str:
 
 
 def ladder(part: str) -> str:
-    """Differences to full attention at each budget, and what they are worth in its compute."""
+    """Differences to full attention at each budget."""
     rungs = results(part)["ladder"]
     if rungs is None:
         raise NotRunYet(part)
-    lines = [[results(part)["baseline"], *(mean_of(rung) for rung in rungs), "1", "1"]]
+    lines = [[results(part)["baseline"], *(mean_of(rung) for rung in rungs)]]
     for row in rows(part):
         if row["trend"]:
-            price = row["price"] or {}
-            worth = [_worth(price.get(kind), beyond=bool(price.get("beyond"))) for kind in ("tokens", "time")]
-            lines.append([row["label"], *(ends(at["difference"]) for at in row["trend"]), *worth])
-    budgets = [f"{rung['multiple']:g}x" for rung in rungs]
-    return markdown(["", *budgets, "worth at equal tokens", "at equal time"], lines)
+            lines.append([row["label"], *(ends(at["difference"]) for at in row["trend"])])
+    return markdown(["", *budgets(rungs)], lines)
+
+
+def worth(part: str) -> str:
+    """What each is worth in full attention's compute: at equal tokens and time, and at other budgets."""
+    rungs = results(part)["ladder"]
+    if rungs is None:
+        raise NotRunYet(part)
+    others = [rung for rung in rungs if rung["multiple"] != 1]
+    has_trend = any(row["trend"] for row in rows(part))
+    lines = []
+    for row in rows(part):
+        if row["price"] is None:
+            continue
+        cells = [price_of(row["price"], kind) for kind in ("time", "tokens")]
+        if has_trend:
+            trend = {at["multiple"]: at["price"] for at in row["trend"] or ()}
+            cells += [price_of(trend.get(rung["multiple"]), "tokens") for rung in others]
+        lines.append([row["label"], *cells])
+    return markdown(["", "at equal time", "at equal tokens", *(budgets(others) if has_trend else [])], lines)
+
+
+def budgets(rungs: Iterable[Row]) -> list[str]:
+    return [f"{rung['multiple']:g}x the budget" for rung in rungs]
 
 
 def papers(part: str) -> str:
@@ -166,16 +186,20 @@ def papers(part: str) -> str:
     return (RESULTS / part / "papers.md").read_text(encoding="utf-8").strip()
 
 
-def _worth(price: Row | None, *, beyond: bool) -> str:
-    if price is None:
+def price_of(price: Row | None, kind: str) -> str:
+    if price is None or price.get(kind) is None:
         return ""
-    words = f"{price['value']:.2f} ({price['low']:.2f} to {price['high']:.2f})"
-    return f"{words}, beyond the ladder" if beyond else words
+    found = price[kind]
+    if found["value"] is None:
+        return "more than the ladder shows"
+    high = "no end" if found["high"] is None else f"{found['high']:.2f}"
+    words = f"{found['value']:.2f} ({found['low']:.2f} to {high})"
+    return f"{words}, beyond the ladder" if price["beyond"] else words
 
 
 TABLES: dict[str, Callable[[str], str]] = {
     table.__name__: table
-    for table in (contrasts, published, settings, against, test, positions, ladder, papers)
+    for table in (contrasts, published, settings, against, test, positions, ladder, worth, papers)
 }
 
 
@@ -191,19 +215,21 @@ def filled(page: str) -> str:
 
 
 def take(study: Path) -> None:
-    """The results of a study's parts, and of their figures those that the page shows."""
-    page = PAGE.read_text(encoding="utf-8")
+    """The results of a study's parts, and of their figures those that a page shows. Parts whose runs are gone
+    have their figures made from the results kept here."""
+    shown = "".join(page.read_text(encoding="utf-8") for page in PAGES)
     for part in PARTS:
-        if not (study / part / "results.json").exists():
+        source = next((p for p in (study / part, RESULTS / part) if (p / "results.json").exists()), None)
+        if source is None:
             continue
         kept = {"results.json", "results.md", "papers.md", LOSSES}
-        kept |= {*re.findall(rf"results/{part}/([\w-]+\.svg)", page)}
+        kept |= {*re.findall(rf"results/{part}/([\w-]+\.svg)", shown)}
         (RESULTS / part).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as folder:
-            for path in publish_study(study / part, folder):
+            for path in publish_study(source, folder):
                 if path.name in kept:
                     shutil.copy(path, RESULTS / part / path.name)
-        if f"results/{part}/report.html" in page:
+        if f"results/{part}/report.html" in shown:
             write_page(RESULTS / part)
 
 
@@ -216,12 +242,13 @@ def main() -> None:
     options = parser.parse_args()
     if options.publish:
         take(options.publish)
-    page = PAGE.read_text(encoding="utf-8")
-    if filled(page) == page:
-        return
-    if options.check:
-        sys.exit(f"tables of {PAGE.name} are not what the results say; run studies/second/tables.py")
-    write_text(PAGE, filled(page))
+    for path in PAGES:
+        page = path.read_text(encoding="utf-8")
+        if filled(page) == page:
+            continue
+        if options.check:
+            sys.exit(f"tables of {path.name} are not what the results say; run studies/second/tables.py")
+        write_text(path, filled(page))
 
 
 if __name__ == "__main__":

@@ -69,9 +69,12 @@ def test_the_second_study_names_what_its_protocol_does() -> None:
     found = {}
     for words in studies:
         recipe = load(Config, ROOT / words[words.index("--recipe") + 1])
-        after = words[words.index("--space") + 2 :]
-        config = override(recipe, [word for word in after if word.startswith(("model.", "train."))])
-        parse_space(words[words.index("--space") + 1], config)
+        after = words[words.index("--seeds") :]
+        space = words[words.index("--space") + 1] if "--space" in words else None
+        settings = [word for word in after if word.startswith(("model.", "train.")) and word != space]
+        config = override(recipe, settings)
+        if space:
+            parse_space(space, config)
         variants = parse_variants(words[1 : words.index("--recipe")], config.model)
         assert {variant.config(config).train.tokens for variant in variants} == {config.train.tokens}
         if "--no-controls" not in words:
@@ -80,10 +83,11 @@ def test_the_second_study_names_what_its_protocol_does() -> None:
         found[Path(words[words.index("--out") + 1]).name] = labels
         if "--ladder-variants" in words:
             rest = words[words.index("--ladder-variants") + 1 :]
-            on_it = list(takewhile(lambda word: not word.startswith("model."), rest))
+            on_it = list(takewhile(lambda word: not word.startswith(("model.", "train.")), rest))
             assert on_it == ["all"] or set(on_it) < set(labels)
         assert config.seed == 100
-    assert found.keys() == {"text", "shelf", "novels", "narrow", "long"}
+    assert found.keys() == {"text", "ladder", "shelf", "novels", "narrow", "long"}
+    assert {*found["text"]} - {*found["ladder"]} == {"control: no attention", "control: window of 16"}
     assert {"full", "full, growing", "full, short"} < set(found["long"])
     ours = ["full times a constant", "short-path"]
     controls = ["control: no attention", "control: window of 16"]

@@ -46,6 +46,19 @@ def test_a_variant_is_worth_the_compute_that_reaches_its_loss() -> None:
     assert worth["far"]["beyond"]
 
 
+def test_at_another_budget_it_is_worth_as_many_times_that_budget() -> None:
+    noise = [-0.002, 0.0, 0.002]
+    ladder = {c: [loss(c) + end for end in noise] for c in (0.25, 1.0, 4.0)}
+    for at in ladder:
+        base = Losses(dict(enumerate(ladder[at])))
+        half_more = [loss(1.5 * at) + end for end in (0.002, -0.002, 0.0)]
+        found = compare_losses(base, {"half more": Losses(dict(enumerate(half_more)))})
+        price = prices(ladder, found, {}, at=at)["half more"]
+        assert price is not None
+        assert price["tokens"]["value"] == pytest.approx(1.5, rel=0.02)
+        assert price["tokens"]["low"] < 1.5 < price["tokens"]["high"]
+
+
 def test_an_interval_that_no_compute_ends_is_infinite(recwarn: pytest.WarningsRecorder) -> None:
     noise = [-0.1, 0.0, 0.1]
     ladder = {c: [loss(c) + end for end in noise] for c in (0.25, 1.0, 4.0)}
