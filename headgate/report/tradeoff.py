@@ -254,7 +254,7 @@ def _view(
         caption += " Horizontal lines: the middle half of interleaved rounds."
     if far:
         caption += " A mark at the edge lies beyond it, by the difference beside its name."
-    if painter.crowded:
+    if painter.crowded and any(v["ablation"] for v in results["variants"]):
         caption += " Ablations have their own figure."
     return FigureView(finished(layers, rows, height=HEIGHT), columns, caption)
 
