@@ -8,12 +8,14 @@ BOOKS ?= $(WEB)
 CONSTANT := near-far:gate=constant,opening=0.5,window=512@full times a constant
 SPACE := train.learning_rate=0.004..0.025,train.attention_output_rate=0.25..4,model.rope_theta=30..1000
 TUNING := --tune 6 --space "$(SPACE)"
+# As far as the space was extended on text.
+WIDER := train.learning_rate=0.004..0.025,train.attention_output_rate=0.25..4,model.rope_theta=8..1000
 AS_BYTES := --tokenizer byte --splits 96/2/2 --max-tokens 17000000
 LONG := "full:train.first_context=512@full, growing" "full:train.context=512,train.batch_size=4@full, short" \
 	"local:window=64@window of 64" "short-path:train.first_context=512@short-path, growing"
 NOVELS_AS_BYTES := --tokenizer byte --splits 84/14/2 --max-tokens 20000000
 CONFIRMED := dynamic-sparse head-gated context-adaptive sparse-geometric "$(CONSTANT)" short-path
-SHELF := near-far gated sinks exclusive value-residual shifted forgetting differential short-path:own-only
+SHELF := near-far gated sinks exclusive value-residual shifted forgetting short-path:own-only
 # What won in the part on text, as results/text/results.json has it: for full attention, for those that the recipe suited
 # best, and for those that share a third trial.
 OF_FULL := train.learning_rate=0.01257 train.attention_output_rate=2.16 model.rope_theta=34.52
@@ -48,7 +50,7 @@ second-ladder: $(SECOND_RUNS)/text-data/manifest.json
 
 second-shelf: $(SECOND_RUNS)/text-data/manifest.json
 	$(BIN)/headgate compare $(SHELF) --recipe $(SECOND)/recipe.json --data $(SECOND_RUNS)/text-data \
-		--out $(SECOND_RUNS)/shelf --seeds 4 $(TUNING) --no-controls --no-cost
+		--out $(SECOND_RUNS)/shelf --seeds 3 --tune 6 --space "$(WIDER)" --no-controls --no-cost
 
 # Another corpus; its split leaves five novels to judge by. Full attention at three budgets gives the price.
 second-novels: $(SECOND_RUNS)/novels-data/manifest.json
@@ -56,11 +58,11 @@ second-novels: $(SECOND_RUNS)/novels-data/manifest.json
 		--data $(SECOND_RUNS)/novels-data --out $(SECOND_RUNS)/novels --seeds 4 $(TUNING) --no-published --no-controls \
 		--lengths 512 --cost-seconds 0.5 --ladder 0.25,1,2
 
-# Half the width, at three budgets.
+# Half the width.
 second-narrow: $(SECOND_RUNS)/text-data/manifest.json
-	$(BIN)/headgate compare short-path dynamic-sparse head-gated --recipe $(SECOND)/recipe.json \
-		--data $(SECOND_RUNS)/text-data --out $(SECOND_RUNS)/narrow --seeds 4 $(TUNING) --no-published --no-cost \
-		--ladder 0.25,1,4 --ladder-variants all model.d_model=64 model.n_heads=2 model.n_kv_heads=1 model.d_mlp=176
+	$(BIN)/headgate compare short-path dynamic-sparse --recipe $(SECOND)/recipe.json \
+		--data $(SECOND_RUNS)/text-data --out $(SECOND_RUNS)/narrow --seeds 3 --tune 4 --space "$(WIDER)" --no-published --no-cost \
+		model.d_model=64 model.n_heads=2 model.n_kv_heads=1 model.d_mlp=176
 
 # What a context of 8,192 bytes is worth in the same time, to somebody who could train on short sequences instead: full
 # attention throughout, on sequences that grow from 512, and on 512 alone. One novel to judge by, so over seeds alone.
@@ -69,7 +71,7 @@ $(SECOND_RUNS)/long-data/manifest.json: | $(READY)
 
 second-long: $(SECOND_RUNS)/long-data/manifest.json
 	$(BIN)/headgate compare $(LONG) --recipe $(SECOND)/recipe.json --data $(SECOND_RUNS)/long-data \
-		--out $(SECOND_RUNS)/long --seeds 3 --tune 4 --space "train.learning_rate=0.004..0.025,model.rope_theta=30..3000" \
+		--out $(SECOND_RUNS)/long --seeds 3 --tune 4 --space "train.learning_rate=0.004..0.025,model.rope_theta=8..3000" \
 		--no-published --no-controls --no-cost --budget seconds \
 		train.context=8192 train.batch_size=1 train.steps=80 train.evaluate_every=20
 
