@@ -26,6 +26,20 @@ FIXED = {
     "train.steps": "is the study's budget, the same for all",
 }
 """Settings that a variant cannot have of its own, and why."""
+PACE = {
+    f"train.{name}"
+    for name in (
+        "context",
+        "first_context",
+        "batch_size",
+        "accumulation",
+        "documents",
+        "packing",
+        "optimizer",
+        "precision",
+    )
+}
+"""Settings that change what a step has to do."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +101,8 @@ class Variant:
 
     @property
     def own_pace(self) -> bool:
-        """Whether its training steps are not those of the recipe."""
-        return any(setting.startswith("train.") for setting in self.settings)
+        """Whether its training steps take another time than the recipe's would with this mechanism."""
+        return not PACE.isdisjoint(self.settings)
 
     @property
     def words(self) -> tuple[str, ...]:

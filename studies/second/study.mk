@@ -50,7 +50,7 @@ second-ladder: $(SECOND_RUNS)/text-data/manifest.json
 
 second-shelf: $(SECOND_RUNS)/text-data/manifest.json
 	$(BIN)/headgate compare $(SHELF) --recipe $(SECOND)/recipe.json --data $(SECOND_RUNS)/text-data \
-		--out $(SECOND_RUNS)/shelf --seeds 3 --tune 6 --space "$(WIDER)" --no-controls --no-cost
+		--out $(SECOND_RUNS)/shelf --seeds 3 --tune 4 --space "$(WIDER)" --no-controls --no-cost
 
 # Another corpus; its split leaves five novels to judge by. Full attention at three budgets gives the price.
 second-novels: $(SECOND_RUNS)/novels-data/manifest.json
@@ -61,8 +61,8 @@ second-novels: $(SECOND_RUNS)/novels-data/manifest.json
 # Half the width.
 second-narrow: $(SECOND_RUNS)/text-data/manifest.json
 	$(BIN)/headgate compare short-path dynamic-sparse --recipe $(SECOND)/recipe.json \
-		--data $(SECOND_RUNS)/text-data --out $(SECOND_RUNS)/narrow --seeds 3 --tune 4 --space "$(WIDER)" --no-published --no-cost \
-		model.d_model=64 model.n_heads=2 model.n_kv_heads=1 model.d_mlp=176
+		--data $(SECOND_RUNS)/text-data --out $(SECOND_RUNS)/narrow --seeds 3 --tune 4 --space "$(WIDER)" --no-published \
+		--no-controls --no-cost model.d_model=64 model.n_heads=2 model.n_kv_heads=1 model.d_mlp=176
 
 # What a context of 8,192 bytes is worth in the same time, to somebody who could train on short sequences instead: full
 # attention throughout, on sequences that grow from 512, and on 512 alone. One novel to judge by, so over seeds alone.

@@ -79,6 +79,8 @@ def test_a_variant_has_settings_of_its_own(data: Path, micro: Config, tmp_path: 
     assert growing["settings"] == {"train.first_context": 6}  # it is not tuned over what it sets itself
     assert short["settings"]["train.context"] == 12
     assert own_base["own_options"] == {"window": 4}
+    assert [at["multiple"] for at in growing["trend"]] == [0.5, 1, 2]
+    assert growing["trend"][1]["price"]["tokens"] == growing["price"]["tokens"]
     trained = config.load(Config, out / own_base["runs"][0]["folder"] / "config.json")
     assert trained.model.rope_theta == 50
     ladder = config.load(Config, next(out.glob("ladder/2/*/growing/seed-0/config.json")))
@@ -96,6 +98,8 @@ def test_a_variant_with_settings_is_no_control_and_meets_no_claim(micro: Config)
     assert Variant.parse("dynamic-sparse:no-gate").ablation == "no-gate"
     assert Variant.parse("dynamic-sparse:no-gate,train.betas=[0.9,0.9]").ablation is None
     assert Variant.parse("local:train.betas=[0.9,0.9]").words == ("train.betas=[0.9, 0.9]",)
+    assert Variant.parse("local:train.batch_size=2").own_pace
+    assert not Variant.parse("local:train.learning_rate=0.1,model.rope_theta=50").own_pace
 
 
 @pytest.mark.parametrize(
