@@ -14,7 +14,7 @@ from headgate.files import write_text
 from headgate.report.figures import figures
 from headgate.report.looks import looks, shared_name
 from headgate.report.painting import CROWD, PageFigure
-from headgate.report.reading import read_results, results_path
+from headgate.report.reading import read_results, results_path, source_of
 from headgate.report.shell import render
 from headgate.report.spread import seed_differences
 from headgate.report.tradeoff import SHARE, effect
@@ -81,7 +81,7 @@ def page(study: Mapping[str, Any], files: Sequence[str] = ("results.json",)) -> 
         sections=_sections(study, made, first),
         verdict=answer_sentence(study),
         rests_on=_rests_on(study),
-        source=_source(study),
+        source=source_of(study),
         symbols=SYMBOLS,
         metrics=METRICS,
         crossovers=_crossovers(study),
@@ -215,12 +215,6 @@ def _could_see(study: Mapping[str, Any]) -> list[tuple[str, str]]:
             ("What it could see", f"Corrected intervals reach about {about}: anything smaller stays hidden.")
         )
     return found
-
-
-def _source(study: Mapping[str, Any]) -> str:
-    """Where the text came from, without this machine's folders."""
-    source = str((study["data"].get("request") or {}).get("source", ""))
-    return source if "://" in source or source.count("/") < 2 else source.rsplit("/", 1)[1]
 
 
 def _crossovers(study: Mapping[str, Any]) -> list[dict[str, str]]:

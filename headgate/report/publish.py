@@ -15,7 +15,7 @@ from headgate.errors import HeadgateError
 from headgate.files import write_bytes, write_sealed, write_text
 from headgate.report.figures import figures
 from headgate.report.painting import ROWS, PageFigure
-from headgate.report.reading import read_results, read_suite
+from headgate.report.reading import read_results, read_suite, source_of
 from headgate.report.suite_figures import suite_figures
 
 WIDTH = 640
@@ -92,6 +92,8 @@ def digest(results: Mapping[str, Any]) -> dict[str, Any]:
     if kept["commands"] is not None:
         kept["commands"] = {**kept["commands"], "runs": []}
     kept["data"] = {key: value for key, value in results["data"].items() if key != "folder"}
+    if kept["data"].get("request"):
+        kept["data"]["request"] = {**kept["data"]["request"], "source": source_of(results)}
     kept["variants"] = []
     for variant in results["variants"]:
         row = {key: value for key, value in variant.items() if key != "gates"}

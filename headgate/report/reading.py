@@ -170,3 +170,9 @@ def _read_note(path: Path) -> str | None:
 def is_control(variant: Mapping[str, Any]) -> bool:
     """Whether the study added the variant by itself, to check what it can see."""
     return bool(variant.get("control"))
+
+
+def source_of(study: Mapping[str, Any]) -> str:
+    """Where the text came from, without this machine's folders."""
+    source = str((study["data"].get("request") or {}).get("source", ""))
+    return source if "://" in source or source.count("/") < 2 else source.rsplit("/", 1)[1]

@@ -15,7 +15,7 @@ from headgate.errors import HeadgateError
 from headgate.report.figures import figures
 from headgate.report.looks import COLOURS, DARK_COLOURS, DARK_PAPER, PAPER, looks
 from headgate.report.page import groups, page, write_page
-from headgate.report.publish import LOSSES, publish_study
+from headgate.report.publish import LOSSES, digest, publish_study
 from headgate.report.reading import read_results
 from headgate.report.tradeoff import frontier
 from headgate.report.verdict import answer_sentence
@@ -71,6 +71,8 @@ def test_a_published_study_is_small_and_has_every_figure(report: Path, tmp_path:
     assert len(text) < 0.7 * len((report.parent / "results.json").read_text(encoding="utf-8"))
     assert str(report.parent) not in text
     assert study["data"]["folder"] not in text
+    study["data"]["request"]["source"] = "/home/somebody/text.parquet"
+    assert digest(study)["data"]["request"]["source"] == "text.parquet"
     papers = (tmp_path / "published/papers.md").read_text(encoding="utf-8")
     assert papers.count("\n") == 2 + len(study["claims"])
     assert "| dynamic-sparse | Full Model | loss | 4.904 against 4.9266 validation loss | -0.5% |" in papers
@@ -448,6 +450,8 @@ def test_the_page_names_no_folder_of_the_machine(report: Path) -> None:
     text = report.read_text(encoding="utf-8")
     assert str(report.parents[1]) not in text
     assert study["data"]["folder"] not in text
+    study["data"]["request"]["source"] = "/home/somebody/text.parquet"
+    assert digest(study)["data"]["request"]["source"] == "text.parquet"
     assert f"--out {report.parent.name} " in text
     assert f"headgate train {report.parent.name}/config.json --data " in text
 
