@@ -15,7 +15,7 @@ LONG := "full:train.first_context=512@full, growing" "full:train.context=512,tra
 	"local:window=64@window of 64" "short-path:train.first_context=512@short-path, growing"
 NOVELS_AS_BYTES := --tokenizer byte --splits 84/14/2 --max-tokens 20000000
 CONFIRMED := dynamic-sparse head-gated context-adaptive sparse-geometric "$(CONSTANT)" short-path
-SHELF := near-far gated sinks exclusive value-residual shifted forgetting short-path:own-only
+SHELF := near-far gated sinks exclusive value-residual shifted forgetting short-path short-path:own-only
 # What won in the part on text, as results/text/results.json has it: for full attention, for those that the recipe suited
 # best, and for those that share a third trial.
 OF_FULL := train.learning_rate=0.01257 train.attention_output_rate=2.16 model.rope_theta=34.52
@@ -48,9 +48,11 @@ second-ladder: $(SECOND_RUNS)/text-data/manifest.json
 		--out $(SECOND_RUNS)/ladder --seeds 3 --no-controls --lengths 512 --cost-seconds 0.5 \
 		--ladder 0.25,1,4 --ladder-variants short-path dynamic-sparse "window of 16" $(OF_FULL)
 
+# The second shelf, and ours beside its ablation, at half the budget.
 second-shelf: $(SECOND_RUNS)/text-data/manifest.json
 	$(BIN)/headgate compare $(SHELF) --recipe $(SECOND)/recipe.json --data $(SECOND_RUNS)/text-data \
-		--out $(SECOND_RUNS)/shelf --seeds 3 --tune 4 --space "$(WIDER)" --no-controls --no-cost
+		--out $(SECOND_RUNS)/shelf --seeds 3 --tune 4 --space "$(WIDER)" --no-controls --no-cost \
+		train.steps=250
 
 # Another corpus; its split leaves five novels to judge by. Full attention at three budgets gives the price.
 second-novels: $(SECOND_RUNS)/novels-data/manifest.json
