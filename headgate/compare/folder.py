@@ -184,7 +184,8 @@ class StudyFolder:
         multiple: float = 1.0,
         **more: Any,
     ) -> Job:
-        """A run in `place`, with its own settings and, as a multiple of the study's, another budget."""
+        """A run in `place`, with its own settings and, as a multiple of the study's, another budget. If a
+        setting is given twice, the last one counts."""
         own = variant.config(base).train
         steps = max(1, round(multiple * study.steps_of(variant, base)))
         every = max(1, round(own.evaluate_every * steps / own.steps))
@@ -192,13 +193,14 @@ class StudyFolder:
         if (steps, every) == (base.train.steps, base.train.evaluate_every):
             changed = []
         name = "-".join([*(place.split("/") if place != JUDGED else []), variant.folder, f"seed-{seed}"])
+        once = {word.partition("=")[0]: word for word in (*variant.words, *changed, *settings)}
         return Job(
             variant=variant,
             seed=seed,
             folder=self.path / place / variant.folder / f"seed-{seed}",
             log=self.path / "logs" / f"{name}.txt",
             steps=steps,
-            settings=(*variant.words, *changed, *settings),
+            settings=tuple(once.values()),
             **more,
         )
 

@@ -19,11 +19,12 @@ from statistics import fmean
 from typing import Any
 
 from headgate.compare.folder import Study, StudyFolder
-from headgate.compare.jobs import Job, RunsJobs
+from headgate.compare.jobs import Job, RunsJobs, failure
 from headgate.compare.progress import StudyProgress
 from headgate.compare.space import Dimension, Trial, draw_beyond, draw_trials, own_dimensions, parse_space
 from headgate.compare.variants import Variant
 from headgate.config import Config
+from headgate.errors import HeadgateError
 from headgate.options import MOST_SEEDS
 from headgate.train.folder import read_metrics
 
@@ -150,7 +151,7 @@ class Tuner:
             }
             everything = [job for of_trial in jobs.values() for job in of_trial]
             if self.runner is not None and self.progress is not None:
-                self.runner.run(everything, self.progress)
+                _refuse_if_none_ran(jobs, self.runner.run(everything, self.progress))
             elif not all(job.finished or job.failed for job in everything):
                 self.complete = False
             for key, of_trial in jobs.items():
@@ -206,6 +207,18 @@ class Tuner:
             if costs and min(costs) > EDGE_GAIN:
                 found.append((dimension.setting, side))
         return found
+
+
+def _refuse_if_none_ran(jobs: Mapping[tuple[str, int], Sequence[Job]], failed: Sequence[Job]) -> None:
+    """A variant whose every trial ended in an error is not tuned, so nothing could be said of it."""
+    lost = {job.folder for job in failed}
+    for label in dict.fromkeys(label for label, _ in jobs):
+        mine = [job for (of, _), of_trial in jobs.items() if of == label for job in of_trial]
+        if lost.issuperset(job.folder for job in mine):
+            raise HeadgateError(
+                f"every trial of {label!r} failed: {failure(mine[0].log)}; mend the cause and run the "
+                "command again, or leave out --tune"
+            )
 
 
 def loss_at(job: Job) -> float:

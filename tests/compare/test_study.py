@@ -63,7 +63,7 @@ def test_a_variant_has_settings_of_its_own(data: Path, micro: Config, tmp_path: 
     ]
     options = StudyOptions(
         recipe=str(write_recipe(micro, tmp_path)), seeds="2", tune=2, cost=False, controls=False,
-        space="train.first_context=[6,24]", ladder="0.5,2", ladder_variants=("growing",),
+        space="train.first_context=[6,24]", ladder="0.5,2", ladder_variants=("growing", "short"),
     )  # fmt: skip
     out = tmp_path / "study"
     assert run_study(names, data, out, ["train.steps=8"], options)
@@ -80,7 +80,9 @@ def test_a_variant_has_settings_of_its_own(data: Path, micro: Config, tmp_path: 
     assert short["settings"]["train.context"] == 12
     assert own_base["own_options"] == {"window": 4}
     assert [at["multiple"] for at in growing["trend"]] == [0.5, 1, 2]
-    assert growing["trend"][1]["price"]["tokens"] == growing["price"]["tokens"]
+    assert short["trend"][1]["price"]["tokens"] == short["price"]["tokens"]
+    tried = {one["label"]: one["trials"] for one in read_results(out)["tuning"]["variants"]}
+    assert all(any(trial["losses"][0] for trial in trials) for trials in tried.values())
     trained = config.load(Config, out / own_base["runs"][0]["folder"] / "config.json")
     assert trained.model.rope_theta == 50
     ladder = config.load(Config, next(out.glob("ladder/2/*/growing/seed-0/config.json")))

@@ -208,6 +208,19 @@ def test_trials_that_diverge_lose(tuner: Callable[..., Tuner]) -> None:
     assert none["full"].winner == Trial(0)
 
 
+def test_a_variant_whose_every_trial_ends_in_an_error_ends_the_study(tuner: Callable[..., Tuner]) -> None:
+    class Broken(Pretence):
+        def run(self, jobs: Sequence[Job], progress: StudyProgress) -> list[Job]:
+            local = [job for job in jobs if job.variant.label == "local"]
+            for job in local:
+                job.log.parent.mkdir(parents=True, exist_ok=True)
+                job.log.write_text("headgate: out of memory\n", encoding="utf-8")
+            return local + super().run([job for job in jobs if job not in local], progress)
+
+    with pytest.raises(HeadgateError, match=r"every trial of 'local' failed: out of memory; mend"):
+        tuner(Broken(lambda *_: 5.0)).tune()
+
+
 def test_a_winner_that_is_the_recipe_is_not_trained_twice(tuner: Callable[..., Tuner]) -> None:
     tuned = tuner(None)
 
