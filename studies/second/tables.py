@@ -78,7 +78,7 @@ def cells(row: Row) -> list[str]:
 def contrasts(part: str) -> str:
     """Tuned, against tuned full attention."""
     lines = [[*cells(row), ratio(row["speed"])] for row in rows(part)]
-    return markdown(["", "loss", "to full, tuned", "p", "verdict", "speed"], lines)
+    return markdown(["", "loss", "to full", "p", "verdict", "speed"], lines)
 
 
 def mean_of(loss: Row) -> str:
