@@ -32,8 +32,7 @@ from headgate.report.tradeoff import (
 
 AS_JUDGED = (
     "Thick: the variant's own 95% interval. Thin: the interval it is judged by, corrected for the number of "
-    "variants; at the edge it continues. A filled mark is a difference that is shown; one at the edge lies "
-    "beyond it, by what is written there."
+    "variants; at the edge it continues. A filled mark is a difference that is shown."
 )
 
 

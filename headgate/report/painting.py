@@ -31,6 +31,7 @@ ANYWHERE = alt.Scale(zero=False)
 LOGARITHMIC = alt.Scale(type="log", nice=False, padding=12)
 BARE_ZERO = "datum.value === 0 ? '0' : datum.label"
 VARIANT = ("label", "variant", "")
+BEYOND_EDGE = " A mark at the edge lies beyond it, by the difference beside it."
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Painter:
         named = [row[value] for row in rows if row["label"] not in self.controls and row[value] is not None]
         if not named:
             return rows
-        low, high = min(*levels, *named, named[0]), max(*levels, *named, named[0])
+        low, high = min((*levels, *named)), max((*levels, *named))
         room = NEAR * max(high - low, least)
         return [row for row in rows if row[value] is None or low - room <= row[value] <= high + room]
 
@@ -160,7 +161,8 @@ class Painter:
         thick = chart.mark_rule(strokeWidth=4, clip=True, opacity=1).encode(
             alt.X(f"plain_{low}:Q", title=title), alt.X2(f"plain_{high}:Q"), y, self.colour
         )
-        at_edge(rows, mean, domain)
+        if at_edge(rows, mean, domain):
+            caption += BEYOND_EDGE
         inwards = f"datum.at < datum['{mean}']"
         beyond = chart.transform_filter(f"datum.at !== datum['{mean}']").mark_text(
             align=alt.expr(f"{inwards} ? 'right' : 'left'"), dx=alt.expr(f"{inwards} ? -10 : 10"), fontSize=12
@@ -189,10 +191,12 @@ def row_for_each(order: Sequence[str]) -> tuple[alt.Chart, alt.Y]:
     return alt.Chart(alt.NamedData(ROWS)), alt.Y("label:N", sort=list(order), title=None, axis=axis)
 
 
-def at_edge(rows: Rows, value: str, domain: Sequence[float]) -> None:
-    """Give each row the place of its mark, `at`: its value, or the end of the domain that it lies beyond."""
+def at_edge(rows: Rows, value: str, domain: Sequence[float]) -> bool:
+    """Give each row the place of its mark, `at`: its value, or the end of the domain that it lies beyond.
+    Whether any does."""
     for row in rows:
         row["at"] = min(max(row[value], domain[0]), domain[1])
+    return any(row["at"] != row[value] for row in rows)
 
 
 def level(at: float, axis: str) -> alt.Chart:

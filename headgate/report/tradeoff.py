@@ -14,6 +14,7 @@ import altair as alt
 
 from headgate.report.painting import (
     BARE_ZERO,
+    BEYOND_EDGE,
     SHORT_NAME,
     VARIANT,
     FigureView,
@@ -174,8 +175,7 @@ def _view(
     least, most = min(costs) / 1.06, max(costs) * 1.06
     ticks = _ratio_ticks(least, most)
     across, up = [min(least, ticks[0]), max(most, ticks[-1])], around_zero(rows[1:], shown_as, painter)
-    at_edge(rows, mean, up)
-    far = any(row["at"] != row[mean] for row in rows)
+    far = at_edge(rows, mean, up)
     front = frontier(rows, "cost", mean)
     for width, suffix, letters in ((WIDE, "wide", None), (NARROW, "narrow", SHORT_NAME)):
         names = [_shortened(row["label"], letters) + _beyond(row, shown_as) for row in rows]
@@ -253,7 +253,7 @@ def _view(
     if any(row["cost_low"] for row in rows):
         caption += " Horizontal lines: the middle half of interleaved rounds."
     if far:
-        caption += " A mark at the edge lies beyond it, by the difference beside its name."
+        caption += BEYOND_EDGE
     if painter.crowded and any(v["ablation"] for v in results["variants"]):
         caption += " Ablations have their own figure."
     return FigureView(finished(layers, rows, height=HEIGHT), columns, caption)
