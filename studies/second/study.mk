@@ -67,12 +67,9 @@ second-narrow: $(SECOND_RUNS)/text-data/manifest.json
 		--no-controls --no-cost model.d_model=64 model.n_heads=2 model.n_kv_heads=1 model.d_mlp=176
 
 # What a context of 8,192 bytes is worth in the same time, to somebody who could train on short sequences instead: full
-# attention throughout, on sequences that grow from 512, and on 512 alone. One novel to judge by, so over seeds alone.
-$(SECOND_RUNS)/long-data/manifest.json: | $(READY)
-	$(BIN)/headgate prepare "$(BOOKS)" $(SECOND_RUNS)/long-data --tokenizer byte --splits 97/2/1 --max-tokens 20000000
-
-second-long: $(SECOND_RUNS)/long-data/manifest.json
-	$(BIN)/headgate compare $(LONG) --recipe $(SECOND)/recipe.json --data $(SECOND_RUNS)/long-data \
+# attention throughout, on sequences that grow from 512, and on 512 alone. Judged on the same five novels.
+second-long: $(SECOND_RUNS)/novels-data/manifest.json
+	$(BIN)/headgate compare $(LONG) --recipe $(SECOND)/recipe.json --data $(SECOND_RUNS)/novels-data \
 		--out $(SECOND_RUNS)/long --seeds 3 --tune 4 --space "train.learning_rate=0.004..0.025,model.rope_theta=8..3000" \
 		--no-published --no-controls --no-cost --budget seconds \
 		train.context=8192 train.batch_size=1 train.steps=80 train.evaluate_every=20
