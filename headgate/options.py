@@ -105,6 +105,9 @@ class StudyOptions:
     """What to tune, as in train.learning_rate=1e-3..1e-2, or among choices, as in
     model.rope_theta=[100,10000]; separate several by commas. Default: learning rate, attention_output_rate
     and rope_theta around the recipe's values, and what a mechanism declares."""
+    tuning_seeds: int = 1
+    """Runs of each trial, each on a seed of its own; trials are compared by their mean. One seed is a noisy
+    judge of settings that are close."""
     published: bool = True
     """Judge all variants as published too, beside what --tune makes of them."""
     ladder: str = ""
@@ -133,14 +136,16 @@ class StudyOptions:
     """A JSON file of a paper's claims, to show beside what is measured; docs/comparing.md has the format."""
 
     def __post_init__(self) -> None:
-        require_at_least(self, 1, "jobs", "threads")
+        require_at_least(self, 1, "jobs", "threads", "tuning_seeds")
         require_at_least(self, 0, "tune")
         if self.tune == 1:
             raise HeadgateError("tune=1 is a single trial, the recipe as it is; give 2 or more, or 0")
         if self.ladder_variants and not self.ladder:
             raise HeadgateError("--ladder-variants needs a ladder of budgets; give --ladder 0.25,1,4 as well")
-        if not self.tune and (self.space or not self.published):
-            raise HeadgateError("--space and --no-published are for tuning; give --tune N as well")
+        if not self.tune and (self.space or self.tuning_seeds > 1 or not self.published):
+            raise HeadgateError(
+                "--space, --tuning-seeds and --no-published are for tuning; give --tune N as well"
+            )
         parse_seeds(self.seeds)
         if not 0 < self.cost_seconds < math.inf:
             raise HeadgateError(f"cost_seconds={self.cost_seconds} is no time to measure; it must be above 0")

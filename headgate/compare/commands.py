@@ -35,6 +35,7 @@ def reproduction(folder: StudyFolder, study: Study, jobs: Sequence[Job]) -> dict
         words.append("--no-controls")
     if study.tune:
         words += ["--tune", str(study.tune)] + (["--space", study.space] if study.space else [])
+        words += ["--tuning-seeds", str(study.tuning_seeds)] if study.tuning_seeds > 1 else []
         words += [] if study.published else ["--no-published"]
     if study.ladder:
         words += ["--ladder", ",".join(f"{multiple:g}" for multiple in study.ladder)]

@@ -65,6 +65,7 @@ class Study:
     space: str = ""
     """What they are drawn from, as written; empty for the default."""
     tuning_seeds: int = 1
+    """Runs of each trial."""
     ladder: tuple[float, ...] = ()
     """Multiples of the budget at which the baseline is trained, including 1; empty for none."""
     ladder_variants: tuple[str, ...] = ()
@@ -141,7 +142,7 @@ class StudyFolder:
                 found.append(f"{name}={old}, not {new}")
         if before.data.fingerprint != asked.data.fingerprint:
             found.append(f"data from {before.data.folder!r} and not this")
-        for name in ("tune", "space", "published") if before.tune else ():
+        for name in ("tune", "space", "tuning_seeds", "published") if before.tune else ():
             old, new = getattr(before, name), getattr(asked, name)
             if old != new:
                 found.append(f"{name}={old}, not {new}")
@@ -161,6 +162,7 @@ class StudyFolder:
             data=asked.data,
             tune=asked.tune,
             space=asked.space,
+            tuning_seeds=asked.tuning_seeds,
             published=asked.published or not before.tune,
             ladder=asked.ladder or before.ladder,
             ladder_variants=tuple(dict.fromkeys(before.ladder_variants + asked.ladder_variants)),

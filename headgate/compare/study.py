@@ -67,6 +67,7 @@ def run_study(
         looks=looks if len(looks) > 1 else (),
         tune=options.tune,
         space=options.space,
+        tuning_seeds=options.tuning_seeds,
         published=options.published,
         ladder=parse_ladder(options.ladder),
         ladder_variants=options.ladder_variants,

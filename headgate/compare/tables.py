@@ -224,11 +224,16 @@ def conditions(results: Mapping[str, Any]) -> str:
     size = "" if parameters is None else f", {parameters / 1e6:,.2f}M parameters"
     equal = "at equal tokens" if results["budget"] == "tokens" else "at equal seconds"
     tuning = results["tuning"]
-    equal += f", {tuning['trials']} trials of each variant" if results["tuned"] else ", untuned"
+    equal += f", {_trials(tuning)} of each variant" if results["tuned"] else ", untuned"
     return (
         f"Recipe {Path(results['recipe']).name}{size}, context {train['context']:,}, "
         f"{results['tokens_per_run']:,} training tokens per run, {seeds}, {equal}{_devices(results)}"
     )
+
+
+def _trials(tuning: Mapping[str, Any]) -> str:
+    seeds = tuning["seeds"]
+    return f"{tuning['trials']} trials" + (f" on {seeds} seeds" if seeds > 1 else "")
 
 
 def devices(machines: Iterable[Mapping[str, Any]]) -> list[str]:

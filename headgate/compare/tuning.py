@@ -6,9 +6,12 @@ it is stopped at a rung and resumed from there, so nothing is trained twice. Ear
 rate that is still high, which puts large ones at a disadvantage; so only half are dropped each time, and
 never the last two.
 
-If a winner is at the edge of the space, and staying inside would have cost it more than `EDGE_GAIN`, the
-space is extended there, for all variants, at most `EXTENSIONS` times. All of it follows from the runs in the
-study folder, so a study that was stopped finds the same winners.
+If a winner is at the edge of a range, and staying inside would have cost it more than `EDGE_GAIN`, the
+space is extended there, for all variants, at most `EXTENSIONS` times. Nothing lies beyond a list of choices.
+
+With several tuning seeds each trial is trained once on each of them, and the mean is compared at every rung.
+
+All of it follows from the runs in the study folder, so a study that was stopped finds the same winners.
 """
 
 import math
@@ -99,14 +102,15 @@ class Tuner:
         own = {variant.label: own_dimensions(variant) for variant in self.study.variants}
         variants = {variant.label: variant for variant in self.study.variants}
         trials = {
-            label: [t.for_variant(variants[label]) for t in draw_trials(self.space, mine, self.study.tune)]
+            label: _distinct(variants[label], draw_trials(self.space, mine, self.study.tune))
             for label, mine in own.items()
         }
         tried = self.halve(trials)
-        is_grid = all(dimension.choices for dimension in self.space)
+        ranges = {dimension.setting for dimension in self.space if not dimension.choices}
         for round_ in range(1, EXTENSIONS + 1):
-            edges = sorted({edge for label in trials for edge in self.edges(tried[label])})
-            if not edges or is_grid or not self.complete:
+            found_at = {edge for label in trials for edge in self.edges(tried[label])}
+            edges = sorted(edge for edge in found_at if edge[0] in ranges)
+            if not edges or not self.complete:
                 break
             if self.progress is not None and self.runner is not None:
                 named = ", ".join(f"{setting} at its {side} edge" for setting, side in edges)
@@ -114,11 +118,12 @@ class Tuner:
             first = max(trial.number for mine in trials.values() for trial in mine) + 1
             count = max(LEAST, self.study.tune // 2)
             more = {
-                label: [
-                    trial.for_variant(variants[label])
-                    for trial in draw_beyond(self.space, own[label], edges, count, first, round_)
-                ]
-                for label in trials
+                label: _distinct(
+                    variants[label],
+                    draw_beyond(self.space, own[label], edges, count, first, round_),
+                    beside=mine,
+                )
+                for label, mine in trials.items()
             }
             found = self.halve(more)
             for label in trials:
@@ -207,6 +212,16 @@ class Tuner:
             if costs and min(costs) > EDGE_GAIN:
                 found.append((dimension.setting, side))
         return found
+
+
+def _distinct(variant: Variant, drawn: Sequence[Trial], beside: Sequence[Trial] = ()) -> list[Trial]:
+    """The trials without what the variant sets itself, each once: what is alike would train alike."""
+    found = list(beside)
+    for trial in drawn:
+        mine = trial.for_variant(variant)
+        if all(mine.settings != other.settings for other in found):
+            found.append(mine)
+    return found[len(beside) :]
 
 
 def _refuse_if_none_ran(jobs: Mapping[tuple[str, int], Sequence[Job]], failed: Sequence[Job]) -> None:

@@ -1,6 +1,6 @@
 # The second study, of docs/findings.md; its protocol is studies/second/protocol.md. Stopped, every part resumes with the
 # same command. WEB is web text and BOOKS long documents: files, folders or addresses that `headgate prepare` takes.
-.PHONY: second second-text second-ladder second-shelf second-novels second-narrow second-long second-test second-tables
+.PHONY: second second-text second-ladder second-shelf second-novels second-narrow second-again second-long second-test second-tables
 SECOND := studies/second
 SECOND_RUNS := runs/second
 WEB ?= hf://datasets/HuggingFaceFW/fineweb/sample/10BT
@@ -14,7 +14,8 @@ AS_BYTES := --tokenizer byte --splits 96/2/2 --max-tokens 17000000
 LONG := "full:train.first_context=512@full, growing" "full:train.context=512,train.batch_size=4@full, short" \
 	"local:window=64@window of 64" "short-path:train.first_context=512@short-path, growing"
 NOVELS_AS_BYTES := --tokenizer byte --splits 84/14/2 --max-tokens 20000000
-CONFIRMED := dynamic-sparse head-gated context-adaptive sparse-geometric "$(CONSTANT)" short-path
+PAPERS := dynamic-sparse head-gated context-adaptive sparse-geometric
+CONFIRMED := $(PAPERS) "$(CONSTANT)" short-path
 SHELF := near-far gated sinks exclusive value-residual shifted forgetting short-path short-path:own-only
 # What won in the part on text, as results/text/results.json has it: for full attention, for those that the recipe suited
 # best, and for those that share a third trial.
@@ -26,7 +27,7 @@ BEST := short-path:$(OF_RECIPE)@short-path dynamic-sparse:$(OF_RECIPE)@dynamic-s
 OTHERS := head-gated:$(OF_OTHERS)@head-gated context-adaptive:$(OF_OTHERS)@context-adaptive \
 	sparse-geometric:$(OF_OTHERS)@sparse-geometric \
 	"near-far:gate=constant,opening=0.5,window=512,$(OF_OTHERS)@full times a constant"
-second: second-text second-ladder second-shelf second-novels second-narrow second-long second-tables
+second: second-text second-ladder second-shelf second-novels second-narrow second-again second-long second-tables
 
 $(SECOND_RUNS)/text-data/manifest.json: | $(READY)
 	$(BIN)/headgate prepare "$(WEB)" $(SECOND_RUNS)/text-data $(AS_BYTES)
@@ -60,11 +61,18 @@ second-novels: $(SECOND_RUNS)/novels-data/manifest.json
 		--data $(SECOND_RUNS)/novels-data --out $(SECOND_RUNS)/novels --seeds 4 $(TUNING) --no-published --no-controls \
 		--lengths 512 --cost-seconds 0.5 --ladder 0.25,1,2
 
-# Half the width.
+# Half the width, with a ladder of its own.
 second-narrow: $(SECOND_RUNS)/text-data/manifest.json
-	$(BIN)/headgate compare short-path dynamic-sparse --recipe $(SECOND)/recipe.json \
+	$(BIN)/headgate compare short-path dynamic-sparse "local:window=16@window of 16" --recipe $(SECOND)/recipe.json \
 		--data $(SECOND_RUNS)/text-data --out $(SECOND_RUNS)/narrow --seeds 3 --tune 4 --space "$(WIDER)" --no-published \
-		--no-controls --no-cost model.d_model=64 model.n_heads=2 model.n_kv_heads=1 model.d_mlp=176
+		--no-controls --no-cost --ladder 0.25,1,4 --ladder-variants all \
+		model.d_model=64 model.n_heads=2 model.n_kv_heads=1 model.d_mlp=176
+
+# The papers' mechanisms once more, on other seeds: every trial is trained on three of them, so that no seed's luck tunes.
+second-again: $(SECOND_RUNS)/text-data/manifest.json
+	$(BIN)/headgate compare $(PAPERS) short-path --recipe $(SECOND)/recipe.json --data $(SECOND_RUNS)/text-data \
+		--out $(SECOND_RUNS)/again --seeds 5 --tune 6 --tuning-seeds 3 --space "$(WIDER)" --no-published \
+		--no-controls --no-cost seed=104
 
 # What a context of 8,192 bytes is worth in the same time, to somebody who could train on short sequences instead: full
 # attention throughout, on sequences that grow from 512, and on 512 alone. Judged on the same five novels.

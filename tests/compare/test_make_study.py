@@ -71,7 +71,8 @@ def test_the_second_study_names_what_its_protocol_does() -> None:
         recipe = load(Config, ROOT / words[words.index("--recipe") + 1])
         after = words[words.index("--seeds") :]
         space = words[words.index("--space") + 1] if "--space" in words else None
-        settings = [word for word in after if word.startswith(("model.", "train.")) and word != space]
+        changes = ("model.", "train.", "seed=")
+        settings = [word for word in after if word.startswith(changes) and word != space]
         config = override(recipe, settings)
         if space:
             parse_space(space, config)
@@ -80,13 +81,15 @@ def test_the_second_study_names_what_its_protocol_does() -> None:
         if "--no-controls" not in words:
             variants = with_controls(variants, config)
         labels = [variant.label for variant in variants]
-        found[Path(words[words.index("--out") + 1]).name] = labels
+        part = Path(words[words.index("--out") + 1]).name
+        found[part] = labels
         if "--ladder-variants" in words:
             rest = words[words.index("--ladder-variants") + 1 :]
             on_it = list(takewhile(lambda word: not word.startswith(("model.", "train.")), rest))
             assert on_it == ["all"] or set(on_it) < set(labels)
-        assert config.seed == 100
-    assert found.keys() == {"text", "ladder", "shelf", "novels", "narrow", "long"}
+        assert config.seed == (104 if part == "again" else 100)
+    assert found.keys() == {"text", "ladder", "shelf", "novels", "narrow", "again", "long"}
+    assert sorted(found["again"]) == sorted(["full", *on_shelf("papers"), "short-path"])
     assert {*found["text"]} - {*found["ladder"]} == {"control: no attention", "control: window of 16"}
     assert {"full", "full, growing", "full, short"} < set(found["long"])
     ours = ["full times a constant", "short-path"]

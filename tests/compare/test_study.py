@@ -83,6 +83,7 @@ def test_a_variant_has_settings_of_its_own(data: Path, micro: Config, tmp_path: 
     assert short["trend"][1]["price"]["tokens"] == short["price"]["tokens"]
     tried = {one["label"]: one["trials"] for one in read_results(out)["tuning"]["variants"]}
     assert all(any(trial["losses"][0] for trial in trials) for trials in tried.values())
+    assert [len(trials) for trials in tried.values()] == [2, 1, 2, 2]  # growing sets all that is tuned
     trained = config.load(Config, out / own_base["runs"][0]["folder"] / "config.json")
     assert trained.model.rope_theta == 50
     ladder = config.load(Config, next(out.glob("ladder/2/*/growing/seed-0/config.json")))

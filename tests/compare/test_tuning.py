@@ -37,6 +37,10 @@ class Pretence:
         self.steps: dict[Path, list[int]] = {}
         """Of each run: the steps from which it was started."""
 
+    def of(self, job: Job) -> float:
+        rates = [float(s.partition("=")[2]) for s in job.settings if s.startswith("train.learning_rate=")]
+        return self.loss(job.variant.label, rates[-1] if rates else 0.02, job.end)
+
     def run(self, jobs: Sequence[Job], progress: StudyProgress) -> list[Job]:
         for job in jobs:
             if job.finished:
@@ -44,8 +48,7 @@ class Pretence:
             if self.left <= 0:
                 raise Stopped
             self.left -= 1
-            rates = [float(s.partition("=")[2]) for s in job.settings if s.startswith("train.learning_rate=")]
-            loss = self.loss(job.variant.label, rates[-1] if rates else 0.02, job.end)
+            loss = self.of(job)
             saved = [int(path.name[5:]) for path in job.folder.glob("checkpoints/step-*")]
             self.steps.setdefault(job.folder, []).append(max(saved, default=0))
             (job.folder / "checkpoints" / f"step-{job.end:08d}").mkdir(parents=True)
@@ -59,10 +62,12 @@ class Pretence:
 
 @pytest.fixture
 def tuner(micro: Config, tmp_path: Path) -> Callable[..., Tuner]:
-    def make(executor: Pretence | None, tune: int = 8, space: str = SPACE, where: str = "study") -> Tuner:
+    def make(
+        executor: Pretence | None, tune: int = 8, space: str = SPACE, where: str = "study", seeds: int = 1
+    ) -> Tuner:
         data = DataRecord("data", "0", 257, 1000, 1000)
         variants = parse_variants(["local"], micro.model)
-        study = Study("micro", data, variants, seeds=2, tune=tune, space=space)
+        study = Study("micro", data, variants, seeds=2, tune=tune, space=space, tuning_seeds=seeds)
         base = replace(micro, train=replace(micro.train, steps=40, learning_rate=0.02))
         return Tuner(StudyFolder(tmp_path / where), study, base, executor, StudyProgress(shown=False))
 
@@ -117,9 +122,10 @@ def test_a_list_for_every_setting_is_a_grid(micro: Config) -> None:
 def test_a_bad_space_is_refused(space: str, message: str, micro: Config) -> None:
     with pytest.raises(HeadgateError, match=message):
         parse_space(space, micro)
-    for options in ({"tune": 1}, {"space": SPACE}, {"published": False}, {"tune": -1}):
+    alone: tuple[dict[str, Any], ...] = ({"space": SPACE}, {"published": False}, {"tuning_seeds": 2})
+    for options in (*alone, {"tune": 1}, {"tune": -1}, {"tune": 4, "tuning_seeds": 0}):
         with pytest.raises(HeadgateError):
-            StudyOptions(**options)  # type: ignore[arg-type]
+            StudyOptions(**options)
 
 
 def test_halving_resumes_and_finds_each_its_best(tuner: Callable[..., Tuner]) -> None:
@@ -184,6 +190,39 @@ def test_an_optimum_at_the_edge_extends_the_space_for_all(tuner: Callable[..., T
     flat = tuner(Pretence(lambda label, rate, step: 5 + 1e-4 * math.log(rate)), where="flat")
     assert flat.tune()["full"].edges == ()
     assert flat.space[0].low == 0.001
+
+
+def test_nothing_lies_beyond_a_list_of_choices(tuner: Callable[..., Tuner]) -> None:
+    def low(label: str, rate: float, step: int) -> float:
+        return 5 + math.log(rate / 1e-4) ** 2
+
+    space = "train.learning_rate=[0.001,0.003,0.009],model.rope_theta=100..1000"
+    one = tuner(Pretence(low), tune=9, space=space)
+    tuned = one.tune()["full"]
+    assert [tried.trial.number for tried in tuned.tried] == list(range(9))
+    assert tuned.winner.settings["train.learning_rate"] == 0.001
+    assert tuned.edges == (("train.learning_rate", "low"),)  # still flagged
+
+
+def test_several_seeds_judge_a_trial_by_their_mean(tuner: Callable[..., Tuner]) -> None:
+    """On the first seed the highest rates are ahead by luck; over three, the best rate wins."""
+
+    class Lucky(Pretence):
+        def of(self, job: Job) -> float:
+            high = any(float(s.partition("=")[2]) > 0.04 for s in job.settings if "learning_rate=" in s)
+            return super().of(job) - (4 if high and job.seed == TUNING_SEED else 0)
+
+    pretence = Lucky(valley)
+    one, three = tuner(pretence, where="one"), tuner(pretence, where="three", seeds=3)
+    assert one.tune()["full"].winner.settings["train.learning_rate"] > 0.04
+    tuned = three.tune()
+    winner = tuned["full"].winner
+    assert winner.settings["train.learning_rate"] == pytest.approx(0.01, rel=0.2)
+    jobs = three.jobs(three.study.variants[0], winner, len(RUNGS) - 1)
+    assert [job.seed for job in jobs] == [TUNING_SEED + n for n in range(3)]
+    (tried,) = [tried for tried in tuned["full"].tried if tried.trial == winner]
+    assert tried.losses[-1] == pytest.approx(sum(map(pretence.of, jobs)) / 3)
+    assert tuning_results(three, tuned)["seeds"] == 3
 
 
 def test_a_recipe_at_the_edge_of_the_space_is_at_an_edge_too(tuner: Callable[..., Tuner]) -> None:

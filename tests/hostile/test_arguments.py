@@ -344,6 +344,8 @@ compare local full@local --data {data} --out {out} --recipe {recipe}
 compare --data {data} --out {begun} --recipe {recipe} --seeds 1 train.steps=9
 compare local --data {data} --out {begun} --recipe {recipe} --threads 2
 compare local --data {data} --out {out} --recipe {recipe} --no-published
+compare local --data {data} --out {out} --recipe {recipe} --tuning-seeds 2
+compare local --data {data} --out {out} --recipe {recipe} --tune 4 --tuning-seeds 0
 compare local --data {data} --out {out} --recipe {recipe} --ladder-variants all
 compare local --data {data} --out {out} --recipe {recipe} --ladder 0.5,1,2 --ladder-variants locall
 compare local --data {data} --out {out} --recipe {recipe} --dry-run --seeds 0
