@@ -1,6 +1,7 @@
 # The second study, of docs/findings.md; its protocol is studies/second/protocol.md. Stopped, every part resumes with the
 # same command. WEB is web text and BOOKS long documents: files, folders or addresses that `headgate prepare` takes.
-.PHONY: second second-text second-ladder second-shelf second-novels second-narrow second-again second-long second-test second-tables
+.PHONY: second second-text second-ladder second-far second-shelf second-novels second-ablations second-narrow second-again \
+	second-long second-test second-tables
 SECOND := studies/second
 SECOND_RUNS := runs/second
 WEB ?= hf://datasets/HuggingFaceFW/fineweb/sample/10BT
@@ -22,12 +23,14 @@ SHELF := near-far gated sinks exclusive value-residual shifted forgetting short-
 OF_FULL := train.learning_rate=0.01257 train.attention_output_rate=2.16 model.rope_theta=34.52
 OF_RECIPE := train.learning_rate=0.01,train.attention_output_rate=1.0,model.rope_theta=100.0
 OF_OTHERS := train.learning_rate=0.01988,train.attention_output_rate=1.167,model.rope_theta=8.054
-BEST := short-path:$(OF_RECIPE)@short-path dynamic-sparse:$(OF_RECIPE)@dynamic-sparse \
-	"local:window=16,$(OF_RECIPE)@window of 16"
+OURS := short-path:$(OF_RECIPE)@short-path
+NEAR := "local:window=16,$(OF_RECIPE)@window of 16"
+BEST := $(OURS) dynamic-sparse:$(OF_RECIPE)@dynamic-sparse $(NEAR)
 OTHERS := head-gated:$(OF_OTHERS)@head-gated context-adaptive:$(OF_OTHERS)@context-adaptive \
 	sparse-geometric:$(OF_OTHERS)@sparse-geometric \
 	"near-far:gate=constant,opening=0.5,window=512,$(OF_OTHERS)@full times a constant"
-second: second-text second-ladder second-shelf second-novels second-narrow second-again second-long second-tables
+second: second-text second-ladder second-far second-shelf second-novels second-ablations second-narrow second-again second-long \
+	second-tables
 
 $(SECOND_RUNS)/text-data/manifest.json: | $(READY)
 	$(BIN)/headgate prepare "$(WEB)" $(SECOND_RUNS)/text-data $(AS_BYTES)
@@ -49,6 +52,11 @@ second-ladder: $(SECOND_RUNS)/text-data/manifest.json
 		--out $(SECOND_RUNS)/ladder --seeds 3 --no-controls --lengths 512 --cost-seconds 0.5 \
 		--ladder 0.25,1,4 --ladder-variants short-path dynamic-sparse "window of 16" $(OF_FULL)
 
+# At sixteen times the budget, the whole text once: where full attention and the window of 16 stand then.
+second-far: $(SECOND_RUNS)/text-data/manifest.json
+	$(BIN)/headgate compare $(OURS) $(NEAR) --recipe $(SECOND)/recipe.json --data $(SECOND_RUNS)/text-data \
+		--out $(SECOND_RUNS)/far --seeds 3 --no-controls --no-cost train.steps=8000 train.evaluate_every=2000 $(OF_FULL)
+
 # The second shelf, and ours beside its ablation, at half the budget.
 second-shelf: $(SECOND_RUNS)/text-data/manifest.json
 	$(BIN)/headgate compare $(SHELF) --recipe $(SECOND)/recipe.json --data $(SECOND_RUNS)/text-data \
@@ -60,6 +68,12 @@ second-novels: $(SECOND_RUNS)/novels-data/manifest.json
 	$(BIN)/headgate compare "$(CONSTANT)" short-path dynamic-sparse --recipe $(SECOND)/recipe.json \
 		--data $(SECOND_RUNS)/novels-data --out $(SECOND_RUNS)/novels --seeds 4 $(TUNING) --no-published --no-controls \
 		--lengths 512 --cost-seconds 0.5 --ladder 0.25,1,2
+
+# The one part in which a paper's mechanism leads: what of it does. All at the settings that won
+# dynamic-sparse there, which are those that won full attention on text.
+second-ablations: $(SECOND_RUNS)/novels-data/manifest.json
+	$(BIN)/headgate ablate dynamic-sparse --recipe $(SECOND)/recipe.json --data $(SECOND_RUNS)/novels-data \
+		--out $(SECOND_RUNS)/ablations --seeds 4 --no-controls --no-cost $(OF_FULL)
 
 # Half the width, with a ladder of its own.
 second-narrow: $(SECOND_RUNS)/text-data/manifest.json
