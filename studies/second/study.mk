@@ -52,10 +52,10 @@ second-ladder: $(SECOND_RUNS)/text-data/manifest.json
 		--out $(SECOND_RUNS)/ladder --seeds 3 --no-controls --lengths 512 --cost-seconds 0.5 \
 		--ladder 0.25,1,4 --ladder-variants short-path dynamic-sparse "window of 16" $(OF_FULL)
 
-# At sixteen times the budget, the whole text once: where full attention and the window of 16 stand then.
+# At eight times the budget, half the text: where full attention and the window of 16 stand then.
 second-far: $(SECOND_RUNS)/text-data/manifest.json
 	$(BIN)/headgate compare $(OURS) $(NEAR) --recipe $(SECOND)/recipe.json --data $(SECOND_RUNS)/text-data \
-		--out $(SECOND_RUNS)/far --seeds 3 --no-controls --no-cost train.steps=8000 train.evaluate_every=2000 $(OF_FULL)
+		--out $(SECOND_RUNS)/far --seeds 3 --no-controls --no-cost train.steps=4000 train.evaluate_every=1000 $(OF_FULL)
 
 # The second shelf, and ours beside its ablation, at half the budget.
 second-shelf: $(SECOND_RUNS)/text-data/manifest.json
