@@ -9,6 +9,7 @@ A table stands between `<!-- table NAME PART -->` and `<!-- end -->`; a part is 
 
 import argparse
 import functools
+import math
 import re
 import shutil
 import sys
@@ -33,7 +34,9 @@ RESULTS = HERE / "results"
 PAGES = (HERE.parents[1] / "docs" / "findings.md", HERE.parents[1] / "README.md")
 TEST = "test.safetensors"
 """Written by test_split.py."""
-PARTS = ("text", "ladder", "shelf", "novels", "narrow", "long")
+PARTS = ("text", "ladder", "far", "shelf", "novels", "ablations", "narrow", "again", "long")
+BEYOND = {"ladder": "far"}
+"""The part that goes on where a part's ladder ends."""
 CONSTANT = "full times a constant"
 PAPERS = ("dynamic-sparse", "head-gated", "context-adaptive", "sparse-geometric")
 Row = Mapping[str, Any]
@@ -56,7 +59,11 @@ def rows(part: str) -> list[Row]:
 
 
 def markdown(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [columns, ["---"] * len(columns), *lines])
+    """Columns in which nothing stands are left out."""
+    lines = [list(line) for line in lines]
+    kept = [n for n in range(len(columns)) if any(line[n] for line in lines)]
+    table = [columns, ["---"] * len(columns), *lines]
+    return "\n".join(f"| {' | '.join(cells[n] for n in kept)} |" for cells in table)
 
 
 def ends(difference: Row | None) -> str:
@@ -110,13 +117,18 @@ def settings(part: str) -> str:
     return markdown(["", "tuned to"], lines)
 
 
-def against(part: str) -> str:
+def against(part: str, reference: str = CONSTANT) -> str:
     """All others against full attention times a constant, over seeds and documents."""
-    found = differences_to(CONSTANT, results(part), read_losses(RESULTS / part / LOSSES))
+    found = differences_to(reference, results(part), read_losses(RESULTS / part / LOSSES))
     lines = []
     for label, difference in sorted(found.items(), key=lambda item: item[1].mean or 0.0):
         lines.append([label, ends(vars(difference)), p_value(difference.p_corrected), difference.verdict])
-    return markdown(["", f"to {CONSTANT}", "p", "verdict"], lines)
+    return markdown(["", f"to {reference}", "p", "verdict"], lines)
+
+
+def ablated(part: str) -> str:
+    """All others against the mechanism that has been taken apart: the first after the baseline."""
+    return against(part, results(part)["variants"][1]["label"])
 
 
 def test(part: str) -> str:
@@ -152,11 +164,21 @@ def ladder(part: str) -> str:
     rungs = results(part)["ladder"]
     if rungs is None:
         raise NotRunYet(part)
-    lines = [[results(part)["baseline"], *(mean_of(rung) for rung in rungs)]]
+    baseline, multiple, last = results(part)["baseline"], *beyond(part)
+    lines = [[baseline, *(mean_of(rung) for rung in rungs), loss_of(last[baseline]) if last else ""]]
     for row in rows(part):
         if row["trend"]:
-            lines.append([row["label"], *(ends(at["difference"]) for at in row["trend"])])
-    return markdown(["", *budgets(rungs)], lines)
+            found = last[row["label"]]["difference"] if row["label"] in last else None
+            lines.append([row["label"], *(ends(at["difference"]) for at in row["trend"]), ends(found)])
+    return markdown(["", *budgets([*rungs, {"multiple": multiple}])], lines)
+
+
+def beyond(part: str) -> tuple[float, dict[str, Row]]:
+    """The multiple of the budget at which a ladder goes on, and the variants there; none if it does not."""
+    name = BEYOND.get(part)
+    if name is None or not (RESULTS / name).is_dir():
+        return math.nan, {}
+    return results(name)["tokens_per_run"] / results(part)["tokens_per_run"], by_label(name)
 
 
 def worth(part: str) -> str:
@@ -256,10 +278,8 @@ def price_of(price: Row | None, kind: str) -> str:
     return f"{words}, beyond the ladder" if price["beyond"] else words
 
 
-TABLES: dict[str, Callable[[str], str]] = {
-    table.__name__: table
-    for table in (answer, contrasts, published, settings, against, test, positions, ladder, worth, papers)
-}
+MADE = (answer, contrasts, published, settings, against, ablated, test, positions, ladder, worth, papers)
+TABLES: dict[str, Callable[[str], str]] = {table.__name__: table for table in MADE}
 
 
 def filled(page: str) -> str:
