@@ -20,9 +20,12 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from scipy.stats import t
+
 from headgate.compare.documents import LOSSES, read_losses
+from headgate.compare.price import prices
 from headgate.compare.results import differences_to
-from headgate.compare.statistics import compare_losses
+from headgate.compare.statistics import Difference, compare_losses
 from headgate.compare.tables import loss_of, p_value, ratio
 from headgate.files import write_text
 from headgate.report.page import write_page
@@ -186,6 +189,8 @@ def worth(part: str) -> str:
     rungs = results(part)["ladder"]
     if rungs is None:
         raise NotRunYet(part)
+    multiple, last = beyond(part)
+    at_last = prices_beyond(rungs, multiple, last)
     others = [rung for rung in rungs if rung["multiple"] != 1]
     has_trend = any(row["trend"] for row in rows(part))
     lines = []
@@ -196,8 +201,28 @@ def worth(part: str) -> str:
         if has_trend:
             trend = {at["multiple"]: at["price"] for at in row["trend"] or ()}
             cells += [price_of(trend.get(rung["multiple"]), "tokens") for rung in others]
+            cells.append(price_of(at_last.get(row["label"]), "tokens"))
         lines.append([row["label"], *cells])
-    return markdown(["", "at equal time", "at equal tokens", *(budgets(others) if has_trend else [])], lines)
+    heads = budgets([*others, {"multiple": multiple}]) if has_trend else []
+    return markdown(["", "at equal time", "at equal tokens", *heads], lines)
+
+
+def prices_beyond(rungs: Sequence[Row], multiple: float, last: Mapping[str, Row]) -> dict[str, Row | None]:
+    """What each is worth where the ladder goes on: read off full attention's curve through all budgets."""
+    if not last:
+        return {}
+    of_full = {
+        rung["multiple"]: as_seeds(rung) for rung in [*rungs, {**last["full"]["loss"], "multiple": multiple}]
+    }
+    differences = {label: Difference(**row["difference"]) for label, row in last.items() if row["difference"]}
+    return dict(prices(of_full, differences, {}, at=multiple))
+
+
+def as_seeds(loss: Row) -> list[float]:
+    """Losses that have this mean and this interval, which is all that a price depends on."""
+    n = loss["n"]
+    spread = (loss["high"] - loss["mean"]) / t.ppf(0.975, n - 1) * math.sqrt(n * (n - 1) / 2)
+    return [loss["mean"] - spread, *[loss["mean"]] * (n - 2), loss["mean"] + spread]
 
 
 def budgets(rungs: Iterable[Row]) -> list[str]:
