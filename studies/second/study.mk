@@ -1,6 +1,6 @@
 # The second study, of docs/findings.md; its protocol is studies/second/protocol.md. Stopped, every part resumes with the
 # same command. WEB is web text and BOOKS long documents: files, folders or addresses that `headgate prepare` takes.
-.PHONY: second second-text second-ladder second-far second-shelf second-novels second-ablations second-narrow second-again \
+.PHONY: second second-text second-ladder second-shelf second-novels second-ablations second-narrow second-again \
 	second-long second-test second-tables
 SECOND := studies/second
 SECOND_RUNS := runs/second
@@ -23,13 +23,12 @@ SHELF := near-far gated sinks exclusive value-residual shifted forgetting short-
 OF_FULL := train.learning_rate=0.01257 train.attention_output_rate=2.16 model.rope_theta=34.52
 OF_RECIPE := train.learning_rate=0.01,train.attention_output_rate=1.0,model.rope_theta=100.0
 OF_OTHERS := train.learning_rate=0.01988,train.attention_output_rate=1.167,model.rope_theta=8.054
-OURS := short-path:$(OF_RECIPE)@short-path
-NEAR := "local:window=16,$(OF_RECIPE)@window of 16"
-BEST := $(OURS) dynamic-sparse:$(OF_RECIPE)@dynamic-sparse $(NEAR)
+BEST := short-path:$(OF_RECIPE)@short-path dynamic-sparse:$(OF_RECIPE)@dynamic-sparse \
+	"local:window=16,$(OF_RECIPE)@window of 16"
 OTHERS := head-gated:$(OF_OTHERS)@head-gated context-adaptive:$(OF_OTHERS)@context-adaptive \
 	sparse-geometric:$(OF_OTHERS)@sparse-geometric \
 	"near-far:gate=constant,opening=0.5,window=512,$(OF_OTHERS)@full times a constant"
-second: second-text second-ladder second-far second-shelf second-novels second-ablations second-narrow second-again second-long \
+second: second-text second-ladder second-shelf second-novels second-ablations second-narrow second-again second-long \
 	second-tables
 
 $(SECOND_RUNS)/text-data/manifest.json: | $(READY)
@@ -51,11 +50,6 @@ second-ladder: $(SECOND_RUNS)/text-data/manifest.json
 	$(BIN)/headgate compare $(BEST) $(OTHERS) --recipe $(SECOND)/recipe.json --data $(SECOND_RUNS)/text-data \
 		--out $(SECOND_RUNS)/ladder --seeds 3 --no-controls --lengths 512 --cost-seconds 0.5 \
 		--ladder 0.25,1,4 --ladder-variants short-path dynamic-sparse "window of 16" $(OF_FULL)
-
-# At eight times the budget, half the text: where full attention and the window of 16 stand then.
-second-far: $(SECOND_RUNS)/text-data/manifest.json
-	$(BIN)/headgate compare $(OURS) $(NEAR) --recipe $(SECOND)/recipe.json --data $(SECOND_RUNS)/text-data \
-		--out $(SECOND_RUNS)/far --seeds 3 --no-controls --no-cost train.steps=4000 train.evaluate_every=1000 $(OF_FULL)
 
 # The second shelf, and ours beside its ablation, at half the budget.
 second-shelf: $(SECOND_RUNS)/text-data/manifest.json

@@ -9,7 +9,6 @@ A table stands between `<!-- table NAME PART -->` and `<!-- end -->`; a part is 
 
 import argparse
 import functools
-import math
 import re
 import shutil
 import sys
@@ -20,12 +19,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from scipy.stats import t
-
 from headgate.compare.documents import LOSSES, read_losses
-from headgate.compare.price import prices
 from headgate.compare.results import differences_to
-from headgate.compare.statistics import Difference, compare_losses
+from headgate.compare.statistics import compare_losses
 from headgate.compare.tables import loss_of, p_value, ratio
 from headgate.files import write_text
 from headgate.report.page import write_page
@@ -37,9 +33,7 @@ RESULTS = HERE / "results"
 PAGES = (HERE.parents[1] / "docs" / "findings.md", HERE.parents[1] / "README.md")
 TEST = "test.safetensors"
 """Written by test_split.py."""
-PARTS = ("text", "ladder", "far", "shelf", "novels", "ablations", "narrow", "again", "long")
-BEYOND = {"ladder": "far"}
-"""The part that goes on where a part's ladder ends."""
+PARTS = ("text", "ladder", "shelf", "novels", "ablations", "narrow", "again", "long")
 CONSTANT = "full times a constant"
 PAPERS = ("dynamic-sparse", "head-gated", "context-adaptive", "sparse-geometric")
 Row = Mapping[str, Any]
@@ -167,21 +161,11 @@ def ladder(part: str) -> str:
     rungs = results(part)["ladder"]
     if rungs is None:
         raise NotRunYet(part)
-    baseline, multiple, last = results(part)["baseline"], *beyond(part)
-    lines = [[baseline, *(mean_of(rung) for rung in rungs), loss_of(last[baseline]) if last else ""]]
+    lines = [[results(part)["baseline"], *(mean_of(rung) for rung in rungs)]]
     for row in rows(part):
         if row["trend"]:
-            found = last[row["label"]]["difference"] if row["label"] in last else None
-            lines.append([row["label"], *(ends(at["difference"]) for at in row["trend"]), ends(found)])
-    return markdown(["", *budgets([*rungs, {"multiple": multiple}])], lines)
-
-
-def beyond(part: str) -> tuple[float, dict[str, Row]]:
-    """The multiple of the budget at which a ladder goes on, and the variants there; none if it does not."""
-    name = BEYOND.get(part)
-    if name is None or not (RESULTS / name).is_dir():
-        return math.nan, {}
-    return results(name)["tokens_per_run"] / results(part)["tokens_per_run"], by_label(name)
+            lines.append([row["label"], *(ends(at["difference"]) for at in row["trend"])])
+    return markdown(["", *budgets(rungs)], lines)
 
 
 def worth(part: str) -> str:
@@ -189,8 +173,6 @@ def worth(part: str) -> str:
     rungs = results(part)["ladder"]
     if rungs is None:
         raise NotRunYet(part)
-    multiple, last = beyond(part)
-    at_last = prices_beyond(rungs, multiple, last)
     others = [rung for rung in rungs if rung["multiple"] != 1]
     has_trend = any(row["trend"] for row in rows(part))
     lines = []
@@ -201,28 +183,8 @@ def worth(part: str) -> str:
         if has_trend:
             trend = {at["multiple"]: at["price"] for at in row["trend"] or ()}
             cells += [price_of(trend.get(rung["multiple"]), "tokens") for rung in others]
-            cells.append(price_of(at_last.get(row["label"]), "tokens"))
         lines.append([row["label"], *cells])
-    heads = budgets([*others, {"multiple": multiple}]) if has_trend else []
-    return markdown(["", "at equal time", "at equal tokens", *heads], lines)
-
-
-def prices_beyond(rungs: Sequence[Row], multiple: float, last: Mapping[str, Row]) -> dict[str, Row | None]:
-    """What each is worth where the ladder goes on: read off full attention's curve through all budgets."""
-    if not last:
-        return {}
-    of_full = {
-        rung["multiple"]: as_seeds(rung) for rung in [*rungs, {**last["full"]["loss"], "multiple": multiple}]
-    }
-    differences = {label: Difference(**row["difference"]) for label, row in last.items() if row["difference"]}
-    return dict(prices(of_full, differences, {}, at=multiple))
-
-
-def as_seeds(loss: Row) -> list[float]:
-    """Losses that have this mean and this interval, which is all that a price depends on."""
-    n = loss["n"]
-    spread = (loss["high"] - loss["mean"]) / t.ppf(0.975, n - 1) * math.sqrt(n * (n - 1) / 2)
-    return [loss["mean"] - spread, *[loss["mean"]] * (n - 2), loss["mean"] + spread]
+    return markdown(["", "at equal time", "at equal tokens", *(budgets(others) if has_trend else [])], lines)
 
 
 def budgets(rungs: Iterable[Row]) -> list[str]:

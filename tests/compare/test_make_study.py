@@ -88,7 +88,7 @@ def test_the_second_study_names_what_its_protocol_does() -> None:
             on_it = list(takewhile(lambda word: not word.startswith(("model.", "train.")), rest))
             assert on_it == ["all"] or set(on_it) < set(labels)
         assert config.seed == (104 if part == "again" else 100)
-    assert found.keys() == {"text", "ladder", "far", "shelf", "novels", "narrow", "again", "long"}
+    assert found.keys() == {"text", "ladder", "shelf", "novels", "narrow", "again", "long"}
     assert sorted(found["again"]) == sorted(["full", *on_shelf("papers"), "short-path"])
     assert {*found["text"]} - {*found["ladder"]} == {"control: no attention", "control: window of 16"}
     assert {"full", "full, growing", "full, short"} < set(found["long"])
