@@ -1,6 +1,6 @@
 # The second study, of docs/findings.md; its protocol is studies/second/protocol.md. Stopped, every part resumes with the
 # same command. WEB is web text and BOOKS long documents: files, folders or addresses that `headgate prepare` takes.
-.PHONY: second second-text second-ladder second-shelf second-novels second-ablations second-narrow second-again \
+.PHONY: second second-text second-ladder second-shelf second-novels second-narrow second-again second-ablations \
 	second-long second-test second-tables
 SECOND := studies/second
 SECOND_RUNS := runs/second
@@ -28,7 +28,12 @@ BEST := short-path:$(OF_RECIPE)@short-path dynamic-sparse:$(OF_RECIPE)@dynamic-s
 OTHERS := head-gated:$(OF_OTHERS)@head-gated context-adaptive:$(OF_OTHERS)@context-adaptive \
 	sparse-geometric:$(OF_OTHERS)@sparse-geometric \
 	"near-far:gate=constant,opening=0.5,window=512,$(OF_OTHERS)@full times a constant"
-second: second-text second-ladder second-shelf second-novels second-ablations second-narrow second-again second-long \
+# The ablations of what differs when tuned again, at the settings that won there: these, as results/again/results.json has
+# it, for dynamic-sparse, and the recipe for sparse-geometric.
+AGAIN := train.learning_rate=0.01257,train.attention_output_rate=2.16,model.rope_theta=9.704
+ABLATIONS_AGAIN := $(foreach part,no-gate fixed-window no-window,dynamic-sparse:$(part),$(AGAIN)@dynamic-sparse:$(part)) \
+	$(foreach part,no-geometric fixed-pattern neither,sparse-geometric:$(part))
+second: second-text second-ladder second-shelf second-novels second-narrow second-again second-ablations second-long \
 	second-tables
 
 $(SECOND_RUNS)/text-data/manifest.json: | $(READY)
@@ -63,12 +68,6 @@ second-novels: $(SECOND_RUNS)/novels-data/manifest.json
 		--data $(SECOND_RUNS)/novels-data --out $(SECOND_RUNS)/novels --seeds 4 $(TUNING) --no-published --no-controls \
 		--lengths 512 --cost-seconds 0.5 --ladder 0.25,1,2
 
-# The one part in which a paper's mechanism leads: what of it does. All at the settings that won
-# dynamic-sparse there, which are those that won full attention on text.
-second-ablations: $(SECOND_RUNS)/novels-data/manifest.json
-	$(BIN)/headgate ablate dynamic-sparse --recipe $(SECOND)/recipe.json --data $(SECOND_RUNS)/novels-data \
-		--out $(SECOND_RUNS)/ablations --seeds 4 --no-controls --no-cost $(OF_FULL)
-
 # Half the width, with a ladder of its own.
 second-narrow: $(SECOND_RUNS)/text-data/manifest.json
 	$(BIN)/headgate compare short-path dynamic-sparse "local:window=16@window of 16" --recipe $(SECOND)/recipe.json \
@@ -81,6 +80,11 @@ second-again: $(SECOND_RUNS)/text-data/manifest.json
 	$(BIN)/headgate compare $(PAPERS) short-path --recipe $(SECOND)/recipe.json --data $(SECOND_RUNS)/text-data \
 		--out $(SECOND_RUNS)/again --seeds 5 --tune 6 --tuning-seeds 3 --space "$(WIDER)" --no-published \
 		--no-controls --no-cost seed=104
+
+# What differs there, taken apart, on the same seeds; the mechanisms themselves are in the part before.
+second-ablations: $(SECOND_RUNS)/text-data/manifest.json
+	$(BIN)/headgate compare $(ABLATIONS_AGAIN) --recipe $(SECOND)/recipe.json --data $(SECOND_RUNS)/text-data \
+		--out $(SECOND_RUNS)/ablations --seeds 5 --no-controls --no-cost seed=104
 
 # What a context of 8,192 bytes is worth in the same time, to somebody who could train on short sequences instead: full
 # attention throughout, on sequences that grow from 512, and on 512 alone. Judged on the same five novels.

@@ -87,15 +87,17 @@ def test_the_second_study_names_what_its_protocol_does() -> None:
             rest = words[words.index("--ladder-variants") + 1 :]
             on_it = list(takewhile(lambda word: not word.startswith(("model.", "train.")), rest))
             assert on_it == ["all"] or set(on_it) < set(labels)
-        assert config.seed == (104 if part == "again" else 100)
-    assert found.keys() == {"text", "ladder", "shelf", "novels", "narrow", "again", "long"}
+        assert config.seed == (104 if part in ("again", "ablations") else 100)
+    assert found.keys() == {"text", "ladder", "shelf", "novels", "narrow", "again", "ablations", "long"}
     assert sorted(found["again"]) == sorted(["full", *on_shelf("papers"), "short-path"])
+    apart = ("dynamic-sparse", "sparse-geometric")
+    parts = {f"{name}:{part}" for name in apart for part in MECHANISMS.get(name).ablations}
+    assert {*found["ablations"]} == {"full", *parts}
     assert {*found["text"]} - {*found["ladder"]} == {"control: no attention", "control: window of 16"}
     assert {"full", "full, growing", "full, short"} < set(found["long"])
     ours = ["full times a constant", "short-path"]
     controls = ["control: no attention", "control: window of 16"]
     assert sorted(found["text"]) == sorted(["full", *on_shelf("papers"), *ours, *controls])
-    assert "headgate ablate dynamic-sparse" in shown
     assert "tables.py --publish runs/second" in shown
 
 
