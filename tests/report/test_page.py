@@ -410,6 +410,15 @@ def test_tuning_and_compute_are_shown(report: Path) -> None:
     assert "beyond the ladder" in text
     assert answer_sentence(study).startswith("Tuned alike, ")
     assert "The same without tuning" in text
+    untuned = '<th scope="col" class="n">as published</th>'
+    assert untuned in text
+    assert "on a seed that judges nothing else" in text
+    for variant in study["variants"]:
+        variant["published"] = None
+    study["tuning"]["seeds"] = 3
+    text = page(study)
+    assert untuned not in text
+    assert "each on 3 seeds and judged by their mean" in text
 
 
 def test_what_was_not_run_is_said_once(report: Path) -> None:
