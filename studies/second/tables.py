@@ -129,8 +129,8 @@ def pooled(part: str) -> str:
     lines = []
     for label, difference in sorted(kept.items(), key=lambda item: item[1].mean or 0.0):
         cells = ends(vars(difference)), p_value(difference.p_corrected), difference.verdict
-        lines.append([label, f"{difference.relative:+.1%}", *cells])
-    return markdown(["", "loss", "to full", "p", "verdict"], lines)
+        lines.append([label, share(vars(difference)), *cells])
+    return markdown(["", "to full", "in nats", "p", "verdict"], lines)
 
 
 def both_tunings(part: str) -> dict[str, Difference]:
