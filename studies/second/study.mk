@@ -68,12 +68,11 @@ second-novels: $(SECOND_RUNS)/novels-data/manifest.json
 		--data $(SECOND_RUNS)/novels-data --out $(SECOND_RUNS)/novels --seeds 4 $(TUNING) --no-published --no-controls \
 		--lengths 512 --cost-seconds 0.5 --ladder 0.25,1,2
 
-# Half the width, with a ladder of its own.
+# Half the width.
 second-narrow: $(SECOND_RUNS)/text-data/manifest.json
 	$(BIN)/headgate compare short-path dynamic-sparse "local:window=16@window of 16" --recipe $(SECOND)/recipe.json \
 		--data $(SECOND_RUNS)/text-data --out $(SECOND_RUNS)/narrow --seeds 3 --tune 4 --space "$(WIDER)" --no-published \
-		--no-controls --no-cost --ladder 0.25,1,4 --ladder-variants short-path "window of 16" \
-		model.d_model=64 model.n_heads=2 model.n_kv_heads=1 model.d_mlp=176
+		--no-controls --no-cost model.d_model=64 model.n_heads=2 model.n_kv_heads=1 model.d_mlp=176
 
 # The papers' mechanisms once more, on other seeds: every trial is trained on three of them, so that no seed's luck tunes.
 second-again: $(SECOND_RUNS)/text-data/manifest.json
