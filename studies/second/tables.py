@@ -266,8 +266,8 @@ def answer(part: str) -> str:
         confirmed contrasts, all tuned alike:** in loss, {", ".join(undecided)}. Differences of
         {min(seen):.1%} to {max(seen):.1%} would have been seen. Over nine seeds, with a second and more
         careful tuning, one is: dynamic-sparse, {share(ahead)}, and that is its window and not its gate.
-        sparse-geometric is worse, {share(behind)};
-        the other two are not shown to differ. On novels dynamic-sparse's loss is {sparse}.""",
+        sparse-geometric is worse, {share(behind)}; the other two are not shown to differ. On novels
+        dynamic-sparse's loss is {sparse}.""",
         f"""**`short-path`, ours, beats it on both:** full attention beside a short convolution of its
         values. Its loss is {on_text} on web text, {lower(sure(nine["short-path"], "better"))} over the nine
         seeds, and {on_novels} on novels; at equal time that is worth
@@ -322,21 +322,9 @@ def price_of(price: Row | None, kind: str) -> str:
     return f"{words}, beyond the ladder" if price["beyond"] else words
 
 
-MADE = (
-    answer,
-    contrasts,
-    published,
-    settings,
-    against,
-    pooled,
-    ablated,
-    test,
-    positions,
-    ladder,
-    worth,
-    papers,
-)
-TABLES: dict[str, Callable[[str], str]] = {table.__name__: table for table in MADE}
+OF_STUDIES = (answer, contrasts, published, settings, against, test, positions, ladder, worth, papers)
+OF_TUNING_AGAIN = (pooled, ablated)
+TABLES: dict[str, Callable[[str], str]] = {table.__name__: table for table in (*OF_STUDIES, *OF_TUNING_AGAIN)}
 
 
 def filled(page: str) -> str:
