@@ -192,6 +192,16 @@ def test_an_optimum_at_the_edge_extends_the_space_for_all(tuner: Callable[..., T
     assert flat.space[0].low == 0.001
 
 
+def test_what_a_variant_sets_itself_is_tried_once_extended_or_not(tuner: Callable[..., Tuner]) -> None:
+    one = tuner(Pretence(lambda label, rate, step: 5 + math.log(rate)))  # the best is past the low edge
+    own = parse_variants(["local:train.learning_rate=0.05@own"], one.base.model)
+    one.study = replace(one.study, variants=own)
+    tuned = one.tune()
+    assert len(tuned["full"].tried) == 8 + 4 + 4
+    assert [tried.trial for tried in tuned["own"].tried] == [Trial(0)]
+    assert tuned["own"].winner == Trial(0)
+
+
 def test_nothing_lies_beyond_a_list_of_choices(tuner: Callable[..., Tuner]) -> None:
     def low(label: str, rate: float, step: int) -> float:
         return 5 + math.log(rate / 1e-4) ** 2
